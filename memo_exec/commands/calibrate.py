@@ -30,6 +30,7 @@ import torch
 
 from memo_exec.kernels import ROUNDING
 from memo_exec.machine.machine import Machine, library_versions, this_machine, versions
+from memo_exec.memory.heap import return_freed
 from memo_exec.probes import clocks, collectives, copy_rates, host_update, in_step, memory, overlap, workspaces
 from memo_exec.probes import grid as grids
 from memo_exec.probes.budget import COPIES_END, OPERATORS_END, QUICK_FROM, TOGETHER_END, Budget
@@ -206,10 +207,10 @@ def _measure(
         copies_end = partial(budget.over, COPIES_END)
         copies = copy_rates.one_device(lanes, grid, layer, COPIES, lambda n: progress(n, total), over=copies_end)
         del layer
-        memory.return_freed()
+        return_freed()
         allocation, ready = memory.allocation(device), memory.host_ready(device)
         allocated = memory.host_allocated(device)
-        memory.return_freed()
+        return_freed()
         with clocks.watched(device) as clock_notes:
             _compile(lanes, bench, operators)
             timed_ends = set(map(id, operators[: ENDS * tables]))
@@ -355,7 +356,7 @@ def _inside(lanes: Lanes, bench: Bench, operator: Operator, effort: Effort) -> S
     """Return the time of one call of an operator in the compute lane's thread."""
     sample = lanes.inside(Lane.COMPUTE, partial(bench.seconds, operator, effort))
     if operator.bytes > LARGE_BYTES:
-        memory.return_freed()  # the C library would keep operands of up to 32 MiB
+        return_freed()  # the C library would keep operands of up to 32 MiB
     return sample
 
 

@@ -133,7 +133,7 @@ class CountedSwap:
         source = bytes_of(storage, first, end) if view.gapless else view.gathered(storage).view(torch.uint8)
         self._sources.append(source)  # an address is not used again while the bytes live
         host = HostRange(0, torch.empty(end - first, dtype=torch.uint8, device="meta"), in_slab=False)
-        return Block(original, first, source, host, deque())
+        return Block(original, first if view.gapless else None, source, host, deque())
 
     def restored(self, layer: LayerBlocks, block: Block) -> Tensor:
         """Refuse: there is no backward on meta tensors."""

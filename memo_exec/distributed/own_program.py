@@ -46,19 +46,10 @@ def rank_program(decisions: Decisions, mesh: MeshCoordinates) -> Program:
     """Return the lowered program of a rank: of its pipeline stage, and of its part of the sequence.
 
     Raises:
-        CannotRun: when keys and values of several sequences would be all-gathered. The chunks of one sequence would
-            not be contiguous. When attention of ranks with uneven heads would run in several head groups.
+        CannotRun: when attention of ranks with uneven heads would run in several head groups.
         Infeasible: as ``lower``.
     """
     layout = decisions.layout
-    if layout.cp > 1 and layout.cp_exchange == "all_gather" and decisions.micro_batch > 1:
-        raise CannotRun(
-            "context parallelism with cp_exchange all_gather needs micro-batches of one sequence",
-            where="$.decisions.micro_batch",
-            got=decisions.micro_batch,
-            wanted=1,
-            hint="plan with micro-batches of one sequence, or with cp_exchange ring",
-        )
     if layout.uneven_heads and decisions.kernels.head_groups > 1:
         raise CannotRun(
             "ranks with uneven heads cannot all divide their heads into the same head groups",

@@ -45,6 +45,24 @@ def reduce_scatter(call: Call) -> None:
         _reduce_scatter(shard[part], full[whole], group)
 
 
+def all_gather_sequences(call: Call) -> None:
+    """Gather the ``shard`` rows of all ranks into ``full``, one sequence of the micro-batch at a time."""
+    for part, whole in _sequences(call):
+        _all_gather(whole, part, _group(call))
+
+
+def reduce_scatter_sequences(call: Call) -> None:
+    """Sum ``full`` over the ranks and write this rank's rows into ``shard``, one sequence at a time."""
+    for part, whole in _sequences(call):
+        _reduce_scatter(part, whole, _group(call))
+
+
+def _sequences(call: Call) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the rows of ``shard`` and of ``full`` that belong to each sequence of the micro-batch."""
+    batch = call.context.decisions.micro_batch
+    return zip(torch.chunk(call["shard"], batch), torch.chunk(call["full"], batch), strict=True)
+
+
 def heads_all_gather(call: Call) -> None:
     """Gather the ``shard`` rows of all ranks into ``full``, one rank's after the other's."""
     _all_gather(call["full"], call["shard"], _group(call))

@@ -48,6 +48,12 @@ def kv_pack(call: Call) -> None:
     _transferred(out, call).copy_(_packed(source, out.shape[1], call))
 
 
+def kv_pack_sequence(call: Call) -> None:
+    """Copy keys and values of rows of one sequence out of the packed Q, K, V, as they are."""
+    out = call["out"]
+    out.copy_(call["qkv"][:, -out.shape[1] :])
+
+
 def accumulate(call: Call) -> None:
     """``out += x``, where x has all features of ``out``, or those of Q, or those of K and V in transfer order.
 

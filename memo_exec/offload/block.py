@@ -42,13 +42,15 @@ class Leftover:
 class Original:
     """A weak reference to the storage of a saved tensor."""
 
-    __slots__ = ("_bytes", "_ref", "version")
+    __slots__ = ("_bytes", "_ref", "address", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         # While this weak reference exists, no other storage gets the same address.
         self._ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self._bytes = storage.nbytes()
+        self.address: int = storage._cdata
+        """Where torch keeps the storage; tensors of one storage have the same."""
         self.version = Version(tensor, holding=False)
 
     def storage(self) -> torch.UntypedStorage | None:
@@ -69,8 +71,10 @@ class Block:
         "first",
         "host",
         "original",
+        "packed",
         "restored",
         "restored_stream",
+        "size_bytes",
         "source",
         "stream",
         "total",
@@ -80,12 +84,20 @@ class Block:
     )
 
     def __init__(
-        self, original: Original, first: int, source: Tensor, host: HostRange, leftovers: deque[Leftover]
+        self,
+        original: Original,
+        first: int | None,
+        source: Tensor,
+        host: HostRange,
+        leftovers: deque[Leftover],
     ) -> None:
         self.device = source.device
         self.original = original
-        self.first = first
+        self.packed = first is None
+        """Whether the bytes are the elements of one view without its gaps."""
+        self.first = first or 0
         """Offset of the bytes in the original storage; 0 for a packed copy."""
+        self.size_bytes = source.nbytes
         self.source: Tensor | None = source
         self.host = host
         self.stream: object = None
@@ -109,10 +121,10 @@ class Block:
         mine, its = self.original.version, original.version
         if not mine.unchanged or mine.number != its.number:
             return False
-        if not view.gapless:
-            return True
+        if self.packed:
+            return True  # blocks of packed views are found by the view
         first, end = view.first_bytes - self.first, view.end_bytes - self.first
-        return first >= 0 and end <= self.host.memory.numel()
+        return first >= 0 and end <= self.size_bytes
 
     def __del__(self) -> None:
         # The garbage collector may run this on any thread, so it takes no lock and starts no copy.

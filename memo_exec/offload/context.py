@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,6 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from memo_exec.offload.block import Block, Kept, Original, Saved, Wrapped
 from memo_exec.offload.eligible import Eligible
 from memo_exec.offload.host import HostMemory
+from memo_exec.offload.moves import Moves
 from memo_exec.offload.statistics import OffloadStatistics, Why
 from memo_exec.offload.swap import Swap
 from memo_exec.offload.version import Version
@@ -53,7 +56,8 @@ class OffloadActivations:
         min_offload_size: smaller tensors stay on the device, in bytes. None: 1,024 on a GPU, 1 MiB on a CPU.
         fraction: share of the eligible bytes to offload (MEMO's alpha), spread evenly over the forward pass.
         host_bytes: size of the host slab, allocated at once; tensors that do not fit stay on the device. None: the size
-            that the first pass needs; the copies of that first pass use pageable memory. A CPU has no slab then.
+            that the first pass needs; the copies of that first pass use pageable memory. A CPU has no slab then, and
+            copies begin when a tensor leaves the forward stash (``Moves``).
         max_bwd_stash_size: number of saved tensors to prefetch ahead of backward.
         model: its parameters and buffers stay on the device even if autograd saves them as plain tensors, as under
             FSDP.
@@ -93,9 +97,12 @@ class OffloadActivations:
         device = _device(device)
         self.statistics = OffloadStatistics(host_is_device=idle)
         on_cuda = device.type == "cuda"
-        host = HostMemory(None if idle else host_bytes, pinned=use_pin_memory and on_cuda, grows=on_cuda)
-        self._swap = Swap(
-            host,
+        if on_cuda or (host_bytes is not None and not idle):
+            host = HostMemory(host_bytes, pinned=use_pin_memory and on_cuda)
+            swap: Callable[..., Swap] = partial(Swap, host)
+        else:
+            swap = Moves
+        self._swap = swap(
             self.statistics,
             streams=use_streams,
             forward=max_fwd_stash_size,
@@ -134,7 +141,7 @@ class OffloadActivations:
             return
         self._entered.pop().__exit__(kind, error, trace)
         with self._lock:
-            self._swap.collect()
+            self._swap.end_forward()
 
     def synchronize(self) -> None:
         """Block until every copy to the host has run, and free the originals."""
@@ -167,18 +174,19 @@ class OffloadActivations:
     def _offloaded(self, tensor: Tensor) -> Packed:
         view, storage = View.of(tensor), tensor.untyped_storage()
         original, key = Original(tensor), storage._cdata
-        place = view if not view.gapless else None
+        reach = self._swap.reach(storage, view)
+        place = view if reach is None else None
         block = self._blocks.get((key, place))
         if block is not None and block.serves(view, original):
             self.statistics.shared_tensors += 1
         else:
-            if (why := self._choose(key, view.own_bytes)) is not None:
+            if (why := self._choose(key, self._swap.size_bytes(storage, view))) is not None:
                 return self._keep_storage(tensor, why, key)
             block = self._swap.offload(original, storage, view)
             if block is None:
                 return self._keep_storage(tensor, Why.HOST, key)
             self._offloaded_storages[key] = self._blocks[key, place] = block
-        inside = view.after(block.first) if view.gapless else view.packed()
+        inside = view.packed() if reach is None else view.after(block.first)
         return self._swap.save(block, view, inside, original)
 
     def _choose(self, key: int, size_bytes: int) -> Why | None:

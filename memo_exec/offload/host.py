@@ -6,9 +6,6 @@ Without a limit, the size is unknown before the first pass. In that pass, each b
 offsets are assigned as if there were a slab. When all blocks have died, the slab is allocated with exactly the bytes
 that were needed and pinned once. Later passes use it.
 
-A context for a CPU asks for no slab: pageable copies gain nothing from one, and blocks of their own are allocated in
-what the originals have freed.
-
       first pass   [ a ][  b  ]      offsets only; a and b are elsewhere (pageable)
       later        [ a ][  b  ]      the same offsets, now in the slab
 """
@@ -38,16 +35,16 @@ class HostRange:
 
 
 class HostMemory:
-    """The slab and its free ranges; if ``grows`` is false and there is no limit, there is never a slab.
+    """The slab and its free ranges.
 
     Raises:
         CannotRun: if ``limit_bytes`` exceeds the memory that is available, or if the driver refuses to pin it.
     """
 
-    def __init__(self, limit_bytes: int | None, *, pinned: bool, grows: bool = True) -> None:
+    def __init__(self, limit_bytes: int | None, *, pinned: bool) -> None:
         self._limit_bytes = limit_bytes
         self._pinned = pinned
-        self._grows = grows and limit_bytes is None
+        self._grows = limit_bytes is None
         self._holes = FirstFit(PIECE_BYTES)
         self._live = 0
         self._unpin: Callable[[], object] = _nothing

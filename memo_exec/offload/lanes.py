@@ -7,12 +7,15 @@ Without lanes, a copy runs where it is issued, in order with compute.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from memo_exec.offload.own_pages import OwnPages
 
 
 class Mark(Protocol):
@@ -85,6 +88,13 @@ class HostLanes:
     def restore(self, into: Tensor, source: Tensor, after: Sequence[Mark]) -> Mark:
         """Copy on the H2D thread; the task holds both tensors until it has run."""
         return _submit(self._h2d, into, source, after)
+
+    def move(self, into: Tensor, pages: OwnPages, after: Sequence[Mark]) -> Mark:
+        """Copy bytes back on the H2D thread, and return their pages to the system as they are read."""
+        if self._h2d is None:
+            _move(into, pages, after)
+            return PASSED
+        return self._h2d.run(partial(_move, into, pages, after), into.nbytes, after)
 
     def wait(self, mark: Mark, stream: object) -> None:
         """Block until the copy has run.
@@ -230,12 +240,12 @@ class _CopyThread:
         self._thread = _thread(name)
         self._last: Mark = PASSED
 
-    def copy(self, into: Tensor, source: Tensor, after: Sequence[Mark]) -> Mark:
+    def run(self, copy: Callable[[], None], size_bytes: int, after: Sequence[Mark]) -> Mark:
         """Copy in this thread, or in the calling one if that is sooner; return the mark of the copy."""
-        if source.nbytes < INLINE_BYTES and self._last.done() and all(mark.done() for mark in after):
-            _copy(into, source, after)
+        if size_bytes < INLINE_BYTES and self._last.done() and all(mark.done() for mark in after):
+            copy()
             return PASSED
-        self._last = _Task(self._thread.submit(_copy, into, source, after))
+        self._last = _Task(self._thread.submit(copy))
         return self._last
 
     def hold(self, mark: Mark) -> None:
@@ -247,7 +257,7 @@ def _submit(thread: _CopyThread | None, into: Tensor, source: Tensor, after: Seq
     if thread is None:
         _copy(into, source, after)
         return PASSED
-    return thread.copy(into, source, after)
+    return thread.run(partial(_copy, into, source, after), source.nbytes, after)
 
 
 def _copy(into: Tensor, source: Tensor, after: Sequence[Mark]) -> None:
@@ -255,3 +265,10 @@ def _copy(into: Tensor, source: Tensor, after: Sequence[Mark]) -> None:
         mark.join()
     with torch.no_grad():
         into.copy_(source)
+
+
+def _move(into: Tensor, pages: OwnPages, after: Sequence[Mark]) -> None:
+    for mark in after:
+        mark.join()
+    with torch.no_grad():
+        pages.move(into)

@@ -57,6 +57,15 @@ class Swap:
         """Number of the backward pass. If a view is unpacked again, a new pass has begun (over a retained graph)."""
         self._number = self._anchor = 0
 
+    def reach(self, storage: torch.UntypedStorage, view: View) -> tuple[int, int] | None:
+        """Return the range of storage bytes to copy for a view, or None if it is copied without its gaps."""
+        return view.reach(storage.nbytes()) if view.gapless else None
+
+    def size_bytes(self, storage: torch.UntypedStorage, view: View) -> int:
+        """Return the bytes of a view's block, without those that only align it."""
+        reach = None if view.gapless else self.reach(storage, view)
+        return view.own_bytes if reach is None else reach[1] - reach[0]
+
     def save(self, block: Block, view: View, inside: View, original: Original) -> Saved:
         """Return the object that autograd is to hold for a view of a block."""
         self._count += 1
@@ -67,16 +76,12 @@ class Swap:
     def offload(self, original: Original, storage: torch.UntypedStorage, view: View) -> Block | None:
         """Start to copy a new block to the host, and return it; return None if the host has no room."""
         self.collect()
-        if view.gapless:
-            first, end = view.reach(storage.nbytes())
-            source = bytes_of(storage, first, end)
-        else:
-            first = 0
-            source = view.gathered(storage).view(torch.uint8)
+        reach = self.reach(storage, view)
+        source = bytes_of(storage, *reach) if reach else view.gathered(storage).view(torch.uint8)
         host = self._host.take(source.numel())
         if host is None:
             return None
-        block = Block(original, first, source, host, self._leftovers)
+        block = Block(original, reach[0] if reach else None, source, host, self._leftovers)
         lanes = self._lanes_of(source.device)
         if self._debug:
             block.total = total(source)
@@ -206,6 +211,10 @@ class Swap:
             if self._debug:
                 poison(left.host.memory)
             self._host.give(left.host)
+
+    def end_forward(self) -> None:
+        """Free what has died when the forward pass ends."""
+        self.collect()
 
     def settle(self) -> None:
         """Between passes, give the slab the exact size that was needed."""

@@ -74,22 +74,26 @@ class View:
 
     def over(self, storage: torch.UntypedStorage) -> Tensor:
         """Return a tensor with this geometry over ``storage``."""
-        found = self._raw(storage, self.size)
+        found = self._raw(storage, self.size, self.stride)
         if self.conj:
             found = found.conj()
         return torch._neg_view(found) if self.neg else found
 
     def gathered(self, storage: torch.UntypedStorage) -> Tensor:
         """Return the elements as new contiguous bytes, in the order of ``packed``."""
-        kept = tuple(n if step else 1 for n, step in zip(self.size, self.stride, strict=True))
-        order = sorted(range(len(kept)), key=lambda d: (-self.stride[d], d))
-        elements = self._raw(storage, kept).permute(order)
+        elements = self.elements(storage)
         return torch.empty(elements.shape, dtype=self.dtype, device=storage.device).copy_(elements).view(-1)
 
-    def _raw(self, storage: torch.UntypedStorage, size: tuple[int, ...]) -> Tensor:
+    def elements(self, storage: torch.UntypedStorage) -> Tensor:
+        """Return a strided tensor over ``storage`` with each element once, in the order of ``packed``."""
+        kept = tuple(n if step else 1 for n, step in zip(self.size, self.stride, strict=True))
+        order = sorted(range(len(kept)), key=lambda d: (-self.stride[d], d))
+        return self._raw(storage, tuple(kept[d] for d in order), tuple(self.stride[d] for d in order))
+
+    def _raw(self, storage: torch.UntypedStorage, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
         """Return the tensor over ``storage`` without its lazy conjugate and negation bits."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, self.first_bytes // self.dtype.itemsize, size, self.stride)
+        return empty.set_(storage, self.first_bytes // self.dtype.itemsize, size, stride)
 
 
 def bytes_of(storage: torch.UntypedStorage, first: int, end: int) -> Tensor:

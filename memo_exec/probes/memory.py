@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -142,12 +141,6 @@ def resident_bytes(status: Path = Path("/proc/self/status")) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:")), 0)
-
-
-def return_freed() -> None:
-    """Return freed host memory to the system, which the C library may keep for reuse; do nothing if it cannot."""
-    with suppress(OSError, AttributeError):  # only glibc can
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def cache_bytes(device: torch.device) -> int:

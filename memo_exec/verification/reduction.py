@@ -36,6 +36,7 @@ from memo_sim.program.layout.parameters import gradient_dtype, without_masters
 from memo_sim.program.layout.partition import partition, swapped_parts
 from memo_sim.program.layout.rank_order import AXES
 from memo_sim.program.layout.rowwise_blocks import is_rowwise
+from memo_sim.program.layout.rules.windows import chunk_tokens
 from memo_sim.program.layout.stage import layers_of_runs
 from memo_sim.program.lower import lower
 
@@ -427,7 +428,7 @@ def _latent(latent: LatentAttention | None, *, own_heads: bool) -> LatentAttenti
 
 def _with_windows(plan: Decisions, here: Decisions) -> Model:
     """Return the model with windows as long beside its chunks of a sequence as the plan's, but not very short ones."""
-    model, chunk = here.model, here.seq_tokens // (2 * here.layout.cp if here.layout.cp > 1 else 1)
+    model, chunk = here.model, chunk_tokens(here) if here.layout.cp > 1 else here.seq_tokens
 
     def scaled(window: int) -> int:
         if not 0 < window < plan.seq_tokens:

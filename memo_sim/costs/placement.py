@@ -9,8 +9,9 @@ Ranks are ordered as in ``program/layout/rank_order.py``.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
+
+import numpy as np
 
 from memo_sim.contract.plan import Layout
 from memo_sim.program.ir.work import Group
@@ -19,8 +20,7 @@ from memo_sim.program.layout.rank_order import (
     EXPERT_SHARD,
     REPLICATE,
     SHARD,
-    coordinate,
-    members,
+    degree,
     stride,
 )
 
@@ -70,9 +70,15 @@ def _widest(group: Group, layout: Layout, devices_per_node: int) -> Placement:
 
         zero_ranks 6 on nodes of eight:   node 0 [0 0 0 0 0 0 1 1]   node 1 [1 1 1 1 2 2 2 2]   group 1 is on two nodes
     """
-    firsts = [rank for rank in range(layout.devices) if coordinate(group, layout, rank) == 0]
-    nodes = [Counter(rank // devices_per_node for rank in members(group, layout, first)) for first in firsts]
-    widest = max(nodes, key=len)
-    sharing = Counter(node for found in nodes if len(found) == len(widest) for node in found)
-    span = max(widest) - min(widest) + 1
-    return Placement(widest.total(), max(widest.values()), len(widest), max(sharing.values()), span)
+    step, ranks = stride(group, layout), degree(group, layout)
+    every = np.arange(layout.devices)
+    nodes = (every[every // step % ranks == 0, np.newaxis] + step * np.arange(ranks)) // devices_per_node
+    # A group's ranks go up, and so do its nodes.
+    begins = np.diff(nodes, axis=1, prepend=-1) > 0
+    counts = begins.sum(axis=1)
+    most = int(counts.max())
+    of_widest = nodes[int(counts.argmax())]
+    among = counts == most
+    together = np.bincount(nodes[among][begins[among]])
+    span = int(of_widest[-1] - of_widest[0]) + 1
+    return Placement(ranks, int(np.bincount(of_widest).max()), most, int(together.max()), span)

@@ -160,7 +160,7 @@ def run(  # noqa: PLR0915 - locals are fast
         if soonest < IDLE:
             ending = ends[0][1]
             # Rounding may leave the remaining time slightly below zero; the segment then ends now.
-            env.timeout(max(0.0, soonest - env.now)).callbacks.append(on_end)
+            env.timeout(max(0.0, soonest - env.now)).callbacks.append(on_end)  # noqa: F821 - deleted at the end
 
     def on_end(_: simpy.Event) -> None:
         """End the segment that ends first, and the next ones for as long as the set of busy lanes stays the same."""
@@ -194,11 +194,12 @@ def run(  # noqa: PLR0915 - locals are fast
             beside.pop(each, None)
         for each in (following, *reached) if ready else reached:
             arrive(each, lane_of[each], now)
-        settle(now)
+        settle(now)  # noqa: F821 - deleted at the end
 
     for lane in range(lanes):
         if heads[lane] < bounds[lane + 1] and not missing[heads[lane]]:
             arrive(heads[lane], lane, 0.0)
     settle(0.0)
     env.run()
+    del settle, on_end  # they refer to each other, and would hold these arrays until Python's collector runs
     return Clock(np.array(start), np.array(end), np.array(heads, dtype=np.int64), np.array(points).reshape(-1, 4))

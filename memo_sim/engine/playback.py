@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memo_sim.program.analysis.columns import NUMBER, InstructionColumns, Ints
-from memo_sim.program.analysis.edges import Edges, sorted_with_places
+from memo_sim.program.analysis.edges import Edges
 from memo_sim.program.ir.instruction import Lane
 
 Floats = NDArray[np.float64]
@@ -55,25 +55,40 @@ class Playback:
     @cached_property
     def previous(self) -> Ints:
         """The previous instruction on the same lane, or -1."""
-        lane, order = sorted_with_places(self.columns.lane)
-        before = np.full(len(order), -1, dtype=NUMBER)
-        same = np.flatnonzero(lane[1:] == lane[:-1]) + 1
-        before[order[same]] = order[same - 1]
+        lane = self.columns.lane
+        before = np.full(len(lane), -1, dtype=NUMBER)
+        for each in np.flatnonzero(np.bincount(lane)):
+            mine = np.flatnonzero(lane == each)
+            before[mine[1:]] = mine[:-1]
         return before
 
     @cached_property
     def waits(self) -> Waits:
         """Every stall of a lane that had work left and waited for another lane, in program order."""
-        producer, consumer = self.edges.producer, self.edges.consumer
-        order = np.lexsort((self.end_s[producer], consumer))
-        producer, consumer = producer[order], consumer[order]
-        latest = np.flatnonzero(np.append(consumer[1:] != consumer[:-1], True)[: len(consumer)])
-        producer, consumer = producer[latest], consumer[latest]
+        latest = self._latest
+        producer, consumer = self.edges.producer[latest], self.edges.consumer[latest]
         before = self.previous[consumer]
         ready = np.where(before >= 0, self.end_s[before], 0.0)
         stalled = self.end_s[producer] > ready
         producer, consumer, ready = producer[stalled], consumer[stalled], ready[stalled]
         return Waits(consumer, producer, ready, self.start_s[consumer] - ready)
+
+    @property
+    def _latest(self) -> Ints:
+        """Every consumer's edge whose producer ends last; of several that do, the last one."""
+        producer, consumer = self.edges.producer, self.edges.consumer
+        begins = np.ones(len(consumer), dtype=np.bool_)
+        begins[1:] = consumer[1:] != consumer[:-1]
+        firsts = np.flatnonzero(begins).astype(NUMBER)
+        if not len(firsts):
+            return firsts
+        ends_s = self.end_s[producer]
+        group = np.cumsum(begins, dtype=NUMBER)
+        group -= 1
+        is_last = ends_s == np.maximum.reduceat(ends_s, firsts)[group]
+        del ends_s, group
+        latest: Ints = np.maximum.reduceat(np.where(is_last, np.arange(len(consumer), dtype=NUMBER), -1), firsts)
+        return latest
 
     @cached_property
     def binds(self) -> Ints:

@@ -29,12 +29,12 @@ from memo_sim.contract.errors import MemoError
 from memo_sim.engine.event_loop import Clock, Groups, Rates, UsedRates, run
 from memo_sim.engine.playback import Floats, Playback
 from memo_sim.engine.segments import Segments, cut
-from memo_sim.program.analysis.columns import NUMBER, InstructionColumns, Ints
+from memo_sim.program.analysis.columns import NUMBER, InstructionColumns, Ints, check_numbered
 from memo_sim.program.analysis.edges import Edges, sorted_with_places
 from memo_sim.program.analysis.rendezvous import AllRendezvous, all_rendezvous
 from memo_sim.program.ir.instruction import Lane
 
-AT_ONCE = 1 << 18
+AT_ONCE = 1 << 16
 """Instants that are interpolated at once, which needs a few MB."""
 
 Loop = Callable[[Segments, Floats, UsedRates, Groups], Clock]
@@ -71,7 +71,9 @@ def play_stages(
     Raises:
         MemoError: when instructions wait for each other in a cycle, which no programs of ``lower`` do.
     """
-    first = np.cumsum([0] + [len(part.seconds) for part in parts]).astype(NUMBER)
+    first = np.cumsum([0] + [len(part.seconds) for part in parts])
+    check_numbered(int(first[-1]), "instructions")
+    first = first.astype(NUMBER)
     joined = Edges(
         _joined([part.edges.producer for part in parts], first),
         _joined([part.edges.consumer for part in parts], first),
@@ -125,49 +127,52 @@ def _groups(segments: Segments, met: Ints, bounds: Ints) -> Groups:
 
 def _spans(segments: Segments, work: Floats, clock: Clock, seconds: Floats) -> tuple[Floats, Floats]:
     """Return start and end of every instruction, interpolated between the ends of its segment."""
-    start, end, last = np.empty(len(seconds)), np.empty(len(seconds)), segments.last
+    start, end, order = np.empty(len(seconds)), np.empty(len(seconds)), segments.order
     if not len(seconds):
         return start, end
-    ends = np.empty(len(seconds))
-    ends[last] = clock.end
-    between = np.ones(len(seconds), dtype=bool)
-    between[last] = False
-    within = np.flatnonzero(between)
-    del between
-    ends[within] = _interpolated(segments, work, clock, seconds, within)
-    start[segments.order[1:]] = ends[:-1]
-    start[segments.order[segments.first]] = clock.start
-    end[segments.order] = ends
+    end[order[segments.last]] = clock.end
+    _interpolate(segments, work, clock, seconds, end)
+    for at in range(1, len(order), AT_ONCE):
+        mine = slice(at, min(at + AT_ONCE, len(order)))
+        start[order[mine]] = end[order[mine.start - 1 : mine.stop - 1]]
+    start[order[segments.first]] = clock.start
     return start, np.maximum(start, end, out=end)
 
 
-def _interpolated(segments: Segments, work: Floats, clock: Clock, seconds: Floats, within: Ints) -> Floats:
-    """Return the ends of the instructions ``within`` segments, numbered as in ``segments.order``.
+def _interpolate(segments: Segments, work: Floats, clock: Clock, seconds: Floats, end: Floats) -> None:
+    """Write the ends of the instructions within segments to ``end``; the last one of a segment ends with it.
 
     Work done is summed over all segments, so one search finds the linear piece of each instant. ``low`` and ``high``
-    keep it inside the segment, because a piece without work is ambiguous.
+    keep it inside the segment, because a piece without work is ambiguous. Blocks of instructions follow each other, so
+    that no array of all of them is needed: ``inside`` is the work done by the end of each.
     """
-    of_point, order = sorted_with_places(clock.points[:, 0].astype(np.int64))
+    of_point, points = sorted_with_places(clock.points[:, 0].astype(NUMBER))
     done = np.cumsum(work)
-    point_done = work[of_point] - clock.points[order, 2]
+    point_done = work[of_point] - clock.points[points, 2]
     point_done += done[of_point] - work[of_point]
-    after = np.cumsum(np.bincount(of_point, minlength=len(work)))
+    after = np.cumsum(np.bincount(of_point, minlength=len(work)), dtype=NUMBER)
     del of_point
-    inside = seconds[segments.order]
-    np.cumsum(inside, out=inside)
-    ends = np.empty(len(within))
-    for block in range(0, len(within), AT_ONCE):
-        mine = within[block : block + AT_ONCE]
-        of = segments.of[mine]
-        first = segments.first[of]
-        before_first = inside[first] - seconds[segments.order[first]]
-        wanted = (done[of] - work[of]) + (inside[mine] - before_first)
+    last, inside_before, before_segment = segments.last, 0.0, 0.0
+    for block in range(0, len(segments.order), AT_ONCE):
+        order, of = segments.order[block : block + AT_ONCE], segments.of[block : block + AT_ONCE]
+        each = seconds[order]
+        inside = each.copy()
+        inside[0] += inside_before
+        np.cumsum(inside, out=inside)
+        first = segments.first[of] - block
+        begun = np.maximum(first, 0)
+        before_first = np.where(first >= 0, inside[begun] - each[begun], before_segment)
+        inside_before, before_segment = float(inside[-1]), float(before_first[-1])
+        within = np.flatnonzero(last[of] - block != np.arange(len(of), dtype=NUMBER))
+        if not len(within):
+            continue
+        of = of[within]
+        wanted = (done[of] - work[of]) + (inside[within] - before_first[within])
         low, high = np.where(of > 0, after[of - 1], 0), after[of] - 1
         piece = np.clip(np.searchsorted(point_done, wanted, side="right") - 1, low, high)
-        point = order[piece]
+        point = points[piece]
         found = clock.points[point, 1] + (wanted - point_done[piece]) / clock.points[point, 3]
-        ends[block : block + AT_ONCE] = np.clip(found, clock.start[of], clock.end[of])
-    return ends
+        end[order[within]] = np.clip(found, clock.start[of], clock.end[of])
 
 
 def _waiting(segments: Segments, edges: Edges, clock: Clock, segment: int, name: Callable[[int], str]) -> str:

@@ -17,6 +17,9 @@ import numpy as np
 from memo_sim.program.analysis.columns import NUMBER, Flags, Ints
 from memo_sim.program.analysis.edges import Edges, sorted_with_places
 
+FEW = 32
+"""Largest number of lanes whose instructions are found lane by lane; those of more are sorted, in twice the memory."""
+
 
 @dataclass(frozen=True)
 class Segments:
@@ -40,7 +43,11 @@ class Segments:
     @property
     def last(self) -> Ints:
         """The last entry of ``order`` that each segment covers."""
-        return np.append(self.first[1:], len(self.order))[: len(self.first)] - 1
+        found = np.empty(len(self.first), dtype=NUMBER)
+        found[:-1] = self.first[1:]
+        found[-1:] = len(self.order)
+        found -= 1
+        return found
 
     @property
     def several(self) -> Flags:
@@ -52,7 +59,7 @@ class Segments:
 def cut(lanes: Ints, edges: Edges, count: int, alone: Ints) -> Segments:
     """Return the segments of instructions on ``count`` lanes; each instruction in ``alone`` gets its own segment."""
     total = len(lanes)
-    lane, order = sorted_with_places(lanes)
+    lane, order = _by_lane(lanes, count)
     has_in = np.zeros(total, dtype=bool)
     has_in[edges.consumer] = True
     has_in[alone] = True
@@ -83,3 +90,15 @@ def cut(lanes: Ints, edges: Edges, count: int, alone: Ints) -> Segments:
         targets=consumer[by_producer],
         target_bounds=np.append(0, np.cumsum(leaving)).astype(NUMBER),
     )
+
+
+def _by_lane(lanes: Ints, count: int) -> tuple[Ints, Ints]:
+    """Return the lanes of all instructions in increasing order, and the instructions, each lane's in program order."""
+    if count > FEW:
+        return sorted_with_places(lanes)
+    order, sizes = np.empty(len(lanes), dtype=NUMBER), np.bincount(lanes, minlength=count)
+    at = 0
+    for lane, size in enumerate(sizes.tolist()):
+        order[at : at + size] = np.flatnonzero(lanes == lane) if size else 0
+        at += size
+    return np.repeat(np.arange(count, dtype=lanes.dtype), sizes), order

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
+from weakref import ref
 
 import numpy as np
 
@@ -99,6 +100,22 @@ def simulate(
         played, again = whole_windows(layout, decisions.micro_batches, 2 * played), True
 
 
+def _playbacks_of(simulation: ref[Simulation]) -> Callable[[], list[Playback]]:
+    """Return the function by which a simulation's stages get their playbacks.
+
+    It does not hold the simulation. If stages and simulation held each other, the arrays of a plan that a search is
+    done with, hundreds of MB, would stay until Python's collector runs.
+    """
+
+    def playbacks() -> list[Playback]:
+        found = simulation()
+        if found is None:
+            raise ReferenceError("a stage is played by its simulation, which is gone: keep the simulation")
+        return found.playbacks
+
+    return playbacks
+
+
 def _again(played: int, parts: dict[str, Any]) -> Simulation:
     """Return a simulation that was pickled."""
     return Simulation(programs=lower(parts["decisions"], micro_batches=played), **parts)
@@ -129,6 +146,7 @@ class Simulation:
         self._pricer = pricer
         self._rates = rates
         self._loop = loop
+        playbacks = _playbacks_of(ref(self))
         stages = list[StageRun]()
         for number, program in enumerate(programs):
             stages.append(
@@ -138,7 +156,7 @@ class Simulation:
                     hardware,
                     cluster,
                     pricer=pricer,
-                    playbacks=lambda: self.playbacks,
+                    playbacks=playbacks,
                     number=number,
                     plays=not stages or stages[-1].memory.fault is None,
                 )

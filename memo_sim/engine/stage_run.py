@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
@@ -23,7 +24,7 @@ from memo_sim.engine.playback import Floats, Playback
 from memo_sim.engine.player import Part
 from memo_sim.engine.repetition import Repetition, Window
 from memo_sim.engine.stalls import Kinds, Late, Peers, after_compute, stalls_of
-from memo_sim.program.analysis.columns import fold
+from memo_sim.program.analysis.columns import NUMBER, fold
 from memo_sim.program.analysis.edges import Edges, derive_edges
 from memo_sim.program.ir.instruction import Instruction, Lane, Template
 from memo_sim.program.ir.kinds import BlockKind, Phase, TemplateKind
@@ -40,6 +41,8 @@ from memo_sim.program.ir.work import (
     Rowwise,
     Work,
 )
+
+Amount = TypeVar("Amount", np.float64, np.int64)
 
 OF_A_FORWARD = frozenset({"linear", "qk_norm", "rotary", "gelu", "swiglu", "geglu"})
 """Forward operators that a backward pass contains only when METP recomputes what it never keeps."""
@@ -140,46 +143,58 @@ class StageRun:
     @property
     def compute_s(self) -> float:
         """Seconds of the step's compute, each kernel alone."""
-        compute = self.per_instruction(lambda i: float(i.lane == Lane.COMPUTE))
-        return float(np.sum(self.seconds * self.weights * compute))
+        return self._seconds_of(lambda i: i.lane == Lane.COMPUTE)
 
     @property
     def flops(self) -> float:
         """FLOPs that the whole step computes, recompute included."""
         products = Gemm | BatchedGemm | GroupedGemm | LinearLoss | Attention
         each = self.per_instruction(lambda i: i.work.flops if isinstance(i.work, products) else 0)
-        return float(np.sum(each * self.weights))
+        return float(np.sum(self._counted(each)))
 
     @property
     def memory_bytes(self) -> float:
         """Bytes that the step's row-wise kernels move, of those whose data no cache holds."""
         size = self.per_instruction(lambda i: i.work.moved_bytes if isinstance(i.work, Rowwise) else 0)
-        return float(np.sum(np.where(size >= BEYOND_CACHES_BYTES, size, 0.0) * self.weights))
+        return float(np.sum(self._counted(np.where(size >= BEYOND_CACHES_BYTES, size, 0.0))))
 
     @property
     def outside_s(self) -> dict[str, float]:
         """Seconds of the step's instructions whose curve was read outside its range, each alone, by curve."""
-        outside_of = self._pricer.outside_of
-        seconds = self.seconds * self.weights
-        names = frozenset[str]().union(*outside_of.values())
+        outside_of, none = self._pricer.outside_of, frozenset[str]()
+        names = none.union(*outside_of.values())
+        curves = [[outside_of.get(i.work, none) for i in t.instructions] for t in self.program.templates]
 
         def by(name: str) -> float:
-            mine = self.per_instruction(lambda i: float(name in outside_of.get(i.work, ())))
-            return float(np.sum(seconds * mine))
+            rows = [np.array([name in each for each in of_template], dtype=np.float64) for of_template in curves]
+            mine = self.columns.by_template(rows)
+            mine *= self.seconds
+            return float(np.sum(self._counted(mine)))
 
         return {name: by(name) for name in sorted(names)}
 
     @property
     def compute_s_without_recompute(self) -> float:
         """Seconds of the step's compute without recompute; a lower bound for every number of swapped tokens."""
-        kept = self.per_instruction(lambda i: float(i.lane == Lane.COMPUTE and i.phase is not Phase.RECOMPUTE))
-        return float(np.sum(self.seconds * self.weights * kept)) - self.own_rebuild_s
+        kept_s = self._seconds_of(lambda i: i.lane == Lane.COMPUTE and i.phase is not Phase.RECOMPUTE)
+        return kept_s - self.own_rebuild_s
 
     @property
     def own_rebuild_s(self) -> float:
         """Seconds of the step's compute in which METP's backward recomputes Q, K, V and the MLP's activations."""
-        again = self.per_instruction(lambda i: float(i.phase is Phase.BACKWARD and i.op in OF_A_FORWARD))
-        return float(np.sum(self.seconds * self.weights * again))
+        return self._seconds_of(lambda i: i.phase is Phase.BACKWARD and i.op in OF_A_FORWARD)
+
+    def _seconds_of(self, chosen: Callable[[Instruction], bool]) -> float:
+        """Return the seconds of the step's chosen instructions, each alone."""
+        mine = self.per_instruction(lambda i: float(chosen(i)))
+        mine *= self.seconds
+        return float(np.sum(self._counted(mine)))
+
+    def _counted(self, values: NDArray[Amount]) -> NDArray[Amount]:
+        """Multiply, in place, a value of every played instruction by how often the step has it; return the array."""
+        if self.repetition.times:
+            values *= self.weights
+        return values
 
     @property
     def layer_forward_s(self) -> float:
@@ -228,9 +243,11 @@ class StageRun:
 
     def moved_by(self, chosen: Callable[[Template], bool]) -> MovedBytes:
         """Return the bytes that the chosen templates copy."""
-        size = self.per_instruction(lambda i: i.work.bytes if isinstance(i.work, Copy) else 0)
-        counts = np.array([chosen(template) for template in self.program.templates])[self.columns.template]
-        moved = size.astype(np.int64) * self.weights * counts
+        rows = [
+            np.array([_copied_bytes(i) if chosen(t) else 0 for i in t.instructions], dtype=np.int64)
+            for t in self.program.templates
+        ]
+        moved = self._counted(self.columns.by_template(rows))
         down, up = (int(moved[self.columns.lane == lane].sum()) for lane in (Lane.D2H, Lane.H2D))
         return MovedBytes(d2h=down, h2d=up)
 
@@ -253,24 +270,30 @@ class StageRun:
     def lanes_s(self) -> dict[str, float]:
         """Busy seconds of the whole step by lane; waits inside an instruction's span count as stalls instead."""
         lanes = np.bincount(self.columns.lane, weights=self._busy_s, minlength=len(Lane))
-        return {Lane(lane).label: float(lanes[lane]) for lane in np.unique(self.columns.lane)}
+        return {Lane(lane).label: float(lanes[lane]) for lane in self._lanes}
 
     @property
     def kinds_s(self) -> dict[str, dict[str, float]]:
         """Busy seconds of the whole step by lane and kind of instruction; those of a lane add up to ``lanes_s``."""
         kinds, found = self._kinds, dict[str, dict[str, float]]()
-        for lane in np.unique(self.columns.lane):
+        busy_s = self._busy_s
+        for lane in self._lanes:
             mine = self.columns.lane == lane
-            seconds = np.bincount(kinds.of[mine], weights=self._busy_s[mine], minlength=len(kinds.names))
+            seconds = np.bincount(kinds.of[mine], weights=busy_s[mine], minlength=len(kinds.names))
             found[Lane(lane).label] = {kinds.names[n]: float(seconds[n]) for n in np.unique(kinds.of[mine])}
         return found
 
     @property
     def _busy_s(self) -> Floats:
         """Seconds of every instruction's span in the whole step, without waits inside of it."""
-        span_s = self.playback.end_s - self.playback.start_s
-        busy_s: Floats = np.maximum(span_s - sum(self.waits_outside.values()), 0.0) * self.weights
-        return busy_s
+        busy_s = self.playback.end_s - self.playback.start_s
+        busy_s -= sum(waits for waits in self.waits_outside.values() if waits.any())
+        return self._counted(np.maximum(busy_s, 0.0, out=busy_s))
+
+    @property
+    def _lanes(self) -> list[int]:
+        """The lanes that the program uses."""
+        return np.flatnonzero(np.bincount(self.columns.lane)).tolist()
 
     @property
     def ended_s(self) -> float:
@@ -293,7 +316,8 @@ class StageRun:
     def _kinds(self) -> Kinds:
         names = sorted({_kind(i) for t in self.program.templates for i in t.instructions})
         number = {name: n for n, name in enumerate(names)}
-        return Kinds(names, self.per_instruction(lambda i: number[_kind(i)]).astype(np.int64))
+        rows = [np.array([number[_kind(i)] for i in t.instructions], dtype=NUMBER) for t in self.program.templates]
+        return Kinds(names, self.columns.by_template(rows))
 
     def _stalls_outside(self) -> list[Stall]:
         """Return the whole step's waits for the allocator and for the host's launches, by lane."""
@@ -342,6 +366,10 @@ class StageRun:
 def _kind(instruction: Instruction) -> str:
     """Return the name of a wait for an instruction; operators on the host have the same names as kernels."""
     return f"{instruction.op} on the host" if instruction.lane is Lane.HOST else instruction.op
+
+
+def _copied_bytes(instruction: Instruction) -> int:
+    return instruction.work.bytes if isinstance(instruction.work, Copy) else 0
 
 
 def _is_layer_forward(template: Template) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
-from memo_sim.planning.alpha_search import Grid, least_that_fits
+from memo_sim.planning.alpha_search import Grid
 from memo_sim.planning.lower_bounds import LowerBounds
 
 WIDEST = 8
@@ -49,11 +49,7 @@ def least_step_s(
     waiting = [(step, step) for step in ends]
     low, high = max(low, 1), min(high, grid.steps - 1)
     if low <= high:
-        edges = edges_of(low, high, WIDEST)
-        if lacks is not None:
-            fitting = least_that_fits(lambda place: lacks(edges[place]), 0, len(edges) - 1)
-            edges = edges[max(0, fitting - 1) :]
-        waiting += reversed(list(pairwise(edges)) or [(low, high)])
+        waiting += reversed(list(pairwise(edges_of(low, high, WIDEST))) or [(low, high)])
     widest, done = set(waiting), set[tuple[int, int]]()
     while waiting:
         first, last = one = waiting.pop()

@@ -32,7 +32,6 @@ from memo_sim.program.layout.compatibility import check_compatible, goes_togethe
 from memo_sim.program.layout.rowwise_blocks import ROWWISE, is_rowwise
 from memo_sim.program.layout.rules.attention_chunks import CHUNKS_UNDER_RECOMPUTE, ROW_BLOCKS_OF_CHUNKS
 from memo_sim.program.layout.rules.experts import EXPERTS_WHOLE_MLP
-from memo_sim.program.layout.rules.metp import METP_WHOLE_MLP
 from memo_sim.program.layout.rules.mlp_blocks import MLP_BLOCKS_UNDER_FULL_RECOMPUTE, MLP_BLOCKS_UNDER_ZERO_BUBBLE
 from memo_sim.program.layout.rules.rule import Rule
 from memo_sim.program.layout.shape import Shape, shape_of
@@ -60,6 +59,8 @@ third of it, and cost copies, and programs with a call for every pair of chunks.
 LEAST_SAVED = 0.1
 """Least fraction of a device that attention of all rows needs, where chunks beside a ring are tried: they cost time,
 and their programs have a call for every pair of chunks and rank."""
+CHUNKS_OF_PARTS, LEAST_CHUNKS_OF_PARTS = 4, 2
+"""Default and smallest number of attention chunks under METP, whose double buffers hold a part of the heads alone."""
 
 
 def pinned(found: tuple[Policy, ...], question: Question) -> tuple[Policy, ...]:
@@ -142,13 +143,11 @@ def _rows_in_a_chunk(chunked: Decisions, rows: int) -> int:
 def _whole_mlp(question: Question, decisions: Decisions) -> bool:
     """Return whether an MLP in row blocks is not tried.
 
-    METP cuts the MLP by weights; both are combined only when the user asks for it. W passes need the inputs of the
-    whole MLP, and experts the rows of all tokens.
+    W passes need the inputs of the whole MLP, and experts the rows of all tokens.
     """
     cut = msgspec.structs.replace(decisions, mlp_chunk_tokens=decisions.swap_granule)
     unasked = question.pins.mlp_chunk_tokens is None
-    whole = METP_WHOLE_MLP.breaks(cut) or EXPERTS_WHOLE_MLP.breaks(cut)
-    return MLP_BLOCKS_UNDER_ZERO_BUBBLE.breaks(cut) or (unasked and whole)
+    return MLP_BLOCKS_UNDER_ZERO_BUBBLE.breaks(cut) or (unasked and EXPERTS_WHOLE_MLP.breaks(cut))
 
 
 def mlp_chunk(question: Question, base: Decisions) -> int:
@@ -216,14 +215,14 @@ def attention_chunk(question: Question, base: Decisions) -> int:
     own, tokens = question.preset.chunk_tokens, question.seq_tokens
     if asked is not None:
         return asked if asked < tokens else 0
-    wanted = own or max(LEAST_CHUNK_TOKENS, -(-tokens // BLOCKS))
+    count, least = (CHUNKS_OF_PARTS, LEAST_CHUNKS_OF_PARTS) if base.layout.metp > 1 else (BLOCKS, LEAST_CHUNKS)
+    wanted = own or max(LEAST_CHUNK_TOKENS, -(-tokens // count))
     if is_rowwise(base) and _rowwise_bytes(base) < LEAST_ROWWISE * question.hardware.device_memory_bytes.value:
         return 0
     if base.layout.ring > 1 and _attention_bytes(base) < LEAST_SAVED * question.hardware.device_memory_bytes.value:
         return 0
-    most = most_chunks(base.layout.ring)
-    chunk = max(wanted // granule, -(-tokens // (most * granule)), 1) * granule
-    return chunk if (1 if own else LEAST_CHUNKS - 1) * chunk < tokens else 0
+    chunk = max(wanted // granule, -(-tokens // (most_chunks(base.layout) * granule)), 1) * granule
+    return chunk if (1 if own else least - 1) * chunk < tokens else 0
 
 
 def _rowwise_bytes(base: Decisions) -> float:
@@ -239,6 +238,12 @@ def _rowwise_bytes(base: Decisions) -> float:
 
 
 def _attention_bytes(base: Decisions) -> float:
-    """Return the bytes that attention of all rows needs in backward: Q, K and V, the output, and their gradients."""
-    width = 2 * (2 * base.model.q_width + 2 * base.model.kv_width) / base.layout.tp
+    """Return the bytes that attention of all rows needs in backward: Q, K and V, the output, and their gradients.
+
+    Under METP they are what chunks save beside the MLP's backward (``layers/metp_chunks.py``).
+    """
+    model, layout = base.model, base.layout
+    width = 2 * (2 * model.q_width + 2 * model.kv_width) / layout.tp
+    if layout.metp > 1:
+        width = model.hidden + model.q_width + (model.q_width + 6 * model.kv_width) / layout.metp
     return base.local_tokens * width * DTYPE_BYTES[base.dtype]

@@ -2,13 +2,14 @@
 
 rough        from what candidates share, without a lowering
 beside       from the layout's plan that keeps everything, with its collectives and waits
+unswapped    from a few layers of the plan that swaps nothing, where every backward rebuilds its layer
 pipeline     from the kernels of each stage and their waits, once for all candidates of a layout
 layers       from a few of the plan's layers
 passes       from the passes of all stages, which wait for each other
-memory       from the buffers of the stage that is likely to need most memory
 wide, narrow from a few of the plan's layers, for each of some ranges of alpha
 alone        from one stage that is played by itself, against the best plans so far; where they are far off, again
              against longer and longer times, with other candidates in between
+memory       from the buffers of the stage that is likely to need most memory
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from memo_sim.planning.alpha_ranges import WIDEST, edges_of
 from memo_sim.planning.alpha_ranges import least_step_s as least_step_s_of_alphas
 from memo_sim.planning.alpha_search import Grid, most_that_host_holds
 from memo_sim.planning.few_layers import Passes
-from memo_sim.planning.lower_bounds import LowerBound, LowerBounds
+from memo_sim.planning.lower_bounds import LowerBound, LowerBounds, rebuilds_all
 from memo_sim.planning.outcome import Key, ranked_s
 from memo_sim.planning.pipeline_lower_bound import is_known, kept, least_step_s
 from memo_sim.planning.presets import FULL_SWAP, KEEP, Policy
@@ -45,7 +46,7 @@ FARTHER = 1.05
 LEAST_SHARED = 3
 """Least number of policies that are worth a lowering of the plan that keeps everything, where it is none of them."""
 
-NextBound = Literal["beside", "pipeline", "layers", "passes", "wide", "narrow", "alone", "memory", ""]
+NextBound = Literal["beside", "unswapped", "pipeline", "layers", "passes", "wide", "narrow", "alone", "memory", ""]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +173,7 @@ class CandidateBounds:
         candidate, bound = one.candidate, one.bound
         assert bound is not None
         try:
-            if one.next_bound in {"beside", "pipeline", "passes"}:
+            if one.next_bound in {"beside", "unswapped", "pipeline", "passes"}:
                 bound = replace(bound, step_s=max(bound.step_s, self._step_s(one)))
                 return replace(one, bound=bound, next_bound=self._after(one))
             if one.next_bound == "alone":
@@ -193,15 +194,17 @@ class CandidateBounds:
 
     def _after(self, one: Bounded) -> NextBound:
         """Return the bounds that come after those of ``one``; without stages, a few plays take no longer than they."""
-        layout = one.candidate.base.layout
-        if one.next_bound in {"beside", "pipeline"}:
+        layout, swaps = one.candidate.base.layout, one.candidate.policy.alpha != 0
+        if one.next_bound == "beside" and swaps and rebuilds_all(one.candidate.base):
+            return "unswapped"
+        if one.next_bound in {"beside", "unswapped", "pipeline"}:
             return "layers"
         if layout.pp == 1 or layout.subsequences > 1:
             return ""
         ranges: tuple[NextBound, ...] = ("wide", "narrow") if self._front else ("wide", "alone")
         if one.candidate.policy.alpha is not None:
             ranges = () if self._front else ("alone",)
-        order: tuple[NextBound, ...] = ("layers", "passes", "memory", *ranges, "")
+        order: tuple[NextBound, ...] = ("layers", "passes", *ranges, "memory", "")
         return order[order.index(one.next_bound) + 1]
 
     def _step_s(self, one: Bounded) -> float:
@@ -209,6 +212,8 @@ class CandidateBounds:
         base = one.candidate.base
         if one.next_bound == "beside":
             return self.of_plans.beside_s(kept(base), [Policy.of(base)], waits=True)
+        if one.next_bound == "unswapped":
+            return self.of_plans.unswapped_s(base)
         return self._least_s_of_layout(kept(base)) if one.next_bound == "pipeline" else self._of_passes(one.candidate)
 
     def _least_s_of_layout(self, keeping: Decisions) -> float:

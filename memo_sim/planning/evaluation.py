@@ -128,6 +128,7 @@ class Evaluation:
             return Evaluated(policy, decisions, simulation.prediction)
         states_bytes = self._bounds.host_states_bytes(base)
         program = _linear_program(self._question, base, simulation, states_bytes=states_bytes)
+        del simulation  # hundreds of MB beside the next plan's
         best = best_alpha(base, predict, start=program.alpha, most=most / grid.steps, bounds=bounds)
         # Swapping every token recomputes nothing. That is the full swap, which is a candidate of its own.
         full_swap = best.decisions.alpha == 1 and FULL_SWAP in policies(self._question)

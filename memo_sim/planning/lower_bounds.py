@@ -30,6 +30,7 @@ from memo_sim.memory.eager_framework import fused_loss, libraries_of
 from memo_sim.memory.huggingface import absent_states
 from memo_sim.planning.beside_kept import Change, has_waits, passes_beside
 from memo_sim.planning.few_layers import Held, Pass, Passes
+from memo_sim.planning.in_flight_bytes import in_flight_bytes
 from memo_sim.planning.pipeline_lower_bound import kept
 from memo_sim.planning.presets import Policy
 from memo_sim.planning.pricers import Pricers
@@ -37,12 +38,13 @@ from memo_sim.planning.stage_alone import StagesAlone, stands_alone
 from memo_sim.planning.stage_passes import SCHEDULES, ChunkSeconds, StagePasses, least_chunk
 from memo_sim.planning.step_ends import KEPT, StepEnd, StepEnds
 from memo_sim.planning.subsequences import part_prices
+from memo_sim.planning.w_pass_bytes import waiting_bytes
 from memo_sim.planning.window_bytes import WindowBytes
 from memo_sim.program.data_parallel.optimizer import Optimizer
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind
 from memo_sim.program.ir.work import PointToPoint
-from memo_sim.program.layers.activations import Activations, region
+from memo_sim.program.layers.activations import REBUILT_FROM_SHARED, Activations, region
 from memo_sim.program.layout.attention_chunks import in_chunks
 from memo_sim.program.layout.parameters import embed_block, experts_block, head_block, layer_block
 from memo_sim.program.layout.recomputed_layers import ALL, in_groups
@@ -52,6 +54,9 @@ from memo_sim.program.layout.stage_layers import layers_by_kind
 from memo_sim.program.layout.subsequence import subsequences_of
 from memo_sim.program.layout.swap_schedule import ROUNDING_BUFFERS
 from memo_sim.program.pipeline.stage_p2p import transfer_bytes
+
+MORE_ALONE = 1.03
+"""A stage that is played as a whole is seldom slower by more than its slices; of a range, it is then not played."""
 
 ALONE = (6, 8)
 """Layers of two models of which one has a window more, and which show what a layer of one kind adds."""
@@ -103,6 +108,7 @@ class LowerBounds:
         self._passes = StagePasses()
         self._pricers = Pricers(hardware, cluster)
         self._stage_bytes: dict[Decisions, int] = {}
+        self._in_flight_bytes: dict[Decisions, int] = {}
         self._blocks: dict[Decisions, tuple[list[tuple[int, int]], tuple[int, int]]] = {}
         """States of a layer of each kind and of the ends; splits into stages and policies share them."""
         self._not_repeated: set[Decisions] = set()
@@ -168,6 +174,13 @@ class LowerBounds:
         found_s = 0.0
         for stage in dict.fromkeys((of_stages.index(max(of_stages)), last)):
             before_s, after_s = around[stage].before_s / gain, around[stage].after_s / gain
+            kernels_s = self._alone.kernels_s(low, high, stage) if enough_s < inf else None
+            if kernels_s is not None:
+                found_s = max(found_s, before_s + kernels_s + after_s)
+                if found_s >= enough_s:
+                    break
+                if low != high and found_s * MORE_ALONE < enough_s:
+                    continue
             alone_s = self._alone.step_s(low, high, stage, before_s=before_s, after_s=after_s)
             found_s = max(found_s, alone_s or 0.0)
             if found_s >= enough_s:
@@ -233,7 +246,7 @@ class LowerBounds:
             Infeasible: when ``keep`` cannot be lowered, or the profile has not measured its work.
         """
         device, host = self._states(keep)
-        bound = LowerBound(0.0, device, host * self._local(keep))
+        bound = LowerBound(0.0, max(device, self._before_w_passes(keep)), host * self._local(keep))
         if not beside or self.shortfall_bytes(bound):
             return bound
         return replace(bound, step_s=self.beside_s(keep, beside, waits=waits))
@@ -263,6 +276,20 @@ class LowerBounds:
             found_s = min(found_s, max(known_s[change] for change in changes) / gain)
         return found_s
 
+    def unswapped_s(self, decisions: Decisions) -> float:
+        """Return a lower bound of the step seconds of a plan that ``rebuilds_all``, with any number of swapped rows.
+
+        It is that of the plan which swaps none. Swapping adds copies, of inputs between device and host and of rows
+        that stay beside them. It leaves no kernel and no collective out: every backward rebuilds its layer, whether or
+        not the layer's input is still in a rounding buffer (``Activations.resident_differs``).
+
+        Raises:
+            Infeasible: see ``of``.
+        """
+        whole = msgspec.structs.replace(decisions, swapped_tokens=0)
+        parts = self._parts(whole)
+        return self._step_s(whole, parts.whole, parts.layers, self._ends.of(whole))
+
     def memory(self, decisions: Decisions, *, any_alpha: bool = False, eager_too: bool = False) -> LowerBound:
         """Return lower bounds of memory alone, from states, kept and swapped tensors; nothing is lowered or priced.
 
@@ -275,10 +302,23 @@ class LowerBounds:
             device, host = self._in_window(decisions)
             return LowerBound(0.0, device if counts_device else self._states(decisions)[0], host)
         device, host = self._states(decisions)
+        waiting = self._before_w_passes(decisions)
         parts = self._layers(decisions)
         if counts_device:
             device += self._held_bytes(parts)
-        return LowerBound(0.0, device, (host + self._swapped_bytes(parts)) * self._local(decisions))
+        return LowerBound(0.0, max(device, waiting), (host + self._swapped_bytes(parts)) * self._local(decisions))
+
+    def _before_w_passes(self, decisions: Decisions) -> int:
+        """Return a lower bound of a device's bytes before the first W pass, under every policy; 0 where none is known.
+
+        An eager framework may need a little less than the program.
+        """
+        waiting = [] if decisions.memory_policy == "eager" else waiting_bytes(decisions)
+        if not waiting:
+            return 0
+        blocks, kinds = self._states_of_blocks(decisions)[0], decisions.model.layer_kinds
+        stages = zip(stages_of(decisions), waiting, strict=True)
+        return max(more + sum(blocks[kinds[layer]][0] for layer in stage.layers) for stage, more in stages)
 
     def _in_window(self, decisions: Decisions) -> tuple[int, int]:
         """Return lower bounds with an offload window: of the fullest device's bytes, and of those of a node's host.
@@ -480,6 +520,9 @@ class LowerBounds:
         ahead = decisions.micro_batches if layout.schedule == "gpipe" else min(decisions.micro_batches, stages)
         kept = layout.pp > 1 and not decisions.offload_window
         in_flight = ahead * len(stages_of(decisions)[0].layers) if kept else 0
+        # With more swapped rows, nothing needs more.
+        if high not in self._in_flight_bytes:
+            self._in_flight_bytes[high] = in_flight_bytes(high)
         # Modules of a framework keep more than the program, but not all of what it keeps.
         written_over = self._written_over_bytes(decisions)
         found = [self._held(each) for each in dict.fromkeys((decisions, high))]
@@ -488,7 +531,7 @@ class LowerBounds:
         layer_bytes = min(added for _, added in found)
         return LowerBound(
             step_s=self._step_s(decisions, parts.whole, parts.layers, ends),
-            device_bytes=device + int(max(least, in_flight * layer_bytes)),
+            device_bytes=device + int(max(least, in_flight * layer_bytes, self._in_flight_bytes[high])),
             host_bytes_per_node=(host + min(held.host_bytes for held, _ in found)) * self._local(decisions),
         )
 
@@ -633,6 +676,12 @@ class LowerBounds:
                 layers[-1] = _added_bytes(layers[-1], more)
         self._blocks[alike] = layers, ends
         return self._blocks[alike]
+
+
+def rebuilds_all(decisions: Decisions) -> bool:
+    """Return whether backward rebuilds every layer from its input, swapped or not, with no other buffers (``full``)."""
+    own = decisions.recompute in REBUILT_FROM_SHARED and decisions.recompute_layers == ALL
+    return own and not decisions.rounding_buffers and decisions.layout.subsequences == 1 and decisions.modules == "auto"
 
 
 def _added_bytes(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int]:

@@ -408,7 +408,7 @@ SYSTEMS = {
         System(
             "metp",
             "METP: tokens and weights divided alike, weights pass round a ring; dp; ZeRO 1, 3; any recompute or swap",
-            (KEEP, TOKENWISE, FULL_SWAP, FULL_RECOMPUTE, INPUTS_SWAPPED),
+            (KEEP, TOKENWISE, FULL_SWAP, FULL_RECOMPUTE, INPUTS_SWAPPED, INPUTS_SWAPPED_MLP_IN_BLOCKS, LEAST_MEMORY),
             degrees=("metp", "dp"),
             zeros=(1, 3),
         ),

@@ -175,7 +175,7 @@ def _eighths(candidate: Candidate) -> list[Candidate]:
 
 def _is_small(candidate: Candidate) -> bool:
     """Return whether a plan that cannot win is soon played: chunks in a ring have a call for every pair and rank."""
-    return not (candidate.policy.attention_chunks and candidate.base.layout.cp > 1)
+    return not (candidate.policy.attention_chunks and candidate.base.layout.ring > 1)
 
 
 class _Search:
@@ -255,7 +255,9 @@ class _Search:
         for place, layout in enumerate(space.layouts):
             if lazily:
                 key = self._examination.bounds.least_key_of_layout(space, layout, waits=False)
-                heappush(self._findings.waiting, (key, (place, -1), BoundedLayout(layout)))
+                # Where nothing is known, waits tell nothing either.
+                bounded = BoundedLayout(layout, with_waits=key == LEAST)
+                heappush(self._findings.waiting, (key, (place, -1), bounded))
             else:
                 self._open(space, layout, place)
 

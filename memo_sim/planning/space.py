@@ -138,6 +138,9 @@ class Space:
         self._refused: list[tuple[Infeasible, str]] = []
         self._unswapped: list[tuple[Infeasible, str]] = []
         """Plans that are incompatible with a pinned window; they are the reason when no others are left."""
+        self._checked: dict[Layout, Decisions | Infeasible] = {}
+        """Plans of layouts without a policy, or why there is none; asked for by ``keeping`` and by ``of``."""
+        self._keeping: dict[Layout, tuple[Decisions, bool]] = {}
 
     def keeping(self, layout: Layout) -> tuple[Decisions, bool]:
         """Return the plan of a layout that keeps everything, and whether others may cut attention into chunks.
@@ -147,34 +150,49 @@ class Space:
         Raises:
             Infeasible: when it does not divide the model or the sequence.
         """
-        base = self._with_loss(_base(self.question, layout))
-        shape = shape_of(base)
-        chunk = blocks.loss_chunk(self.question, base, shape)
-        kernels = msgspec.structs.replace(self._kernels, head_groups=head_groups(shape, base, self._kernel))
-        keep = msgspec.structs.replace(base, loss_chunk_tokens=chunk, kernels=kernels)
-        chunked = any(policy.attention_chunks for policy in self.policies)
-        keep = self._rowwise.faster(keep) if self.question.rowwise is None else keep
-        return keep, chunked and blocks.attention_chunk(self.question, base) > 0
+        if layout not in self._keeping:
+            complete = self._complete(layout)
+            groups = head_groups(shape_of(complete), complete, self._kernel)
+            keep = msgspec.structs.replace(
+                complete, kernels=msgspec.structs.replace(complete.kernels, head_groups=groups)
+            )
+            keep = self._rowwise.faster(keep) if self.question.rowwise is None else keep
+            chunked = any(policy.attention_chunks for policy in self.policies)
+            self._keeping[layout] = keep, chunked and blocks.attention_chunk(self.question, complete) > 0
+        return self._keeping[layout]
 
-    def _with_loss(self, base: Decisions) -> Decisions:
-        """Return a layout's plan with the form of the loss that is faster."""
-        return self._loss.faster(msgspec.structs.replace(base, kernels=self._kernels))
+    def _complete(self, layout: Layout) -> Decisions:
+        """Return a layout's plan without a policy, with the form and the chunks of its loss.
+
+        Raises:
+            Infeasible: when the layout cannot be lowered.
+        """
+        if layout not in self._checked:
+            try:
+                self._checked[layout] = self._check(layout)
+            except Infeasible as error:
+                self._checked[layout] = error.with_traceback(None)
+        found = self._checked[layout]
+        if isinstance(found, Infeasible):
+            raise found.with_traceback(None)
+        return found
+
+    def _check(self, layout: Layout) -> Decisions:
+        base = _base(self.question, layout)
+        check_compatible(base)
+        stages_of(base)
+        base = self._loss.faster(msgspec.structs.replace(base, kernels=self._kernels))
+        shape = shape_of(base)
+        partition(base)
+        return msgspec.structs.replace(base, loss_chunk_tokens=blocks.loss_chunk(self.question, base, shape))
 
     def of(self, layout: Layout) -> list[Candidate]:
         """Return the candidates of a layout: none where it cannot be lowered, which ``refused`` then explains."""
-        question = self.question
         try:
-            base = _base(question, layout)
-            check_compatible(base)
-            stages_of(base)
-            base = self._with_loss(base)
-            shape = shape_of(base)
-            partition(base)
+            complete = self._complete(layout)
         except Infeasible as error:
             self._refuse(error, layout)
             return []
-        chunk = blocks.loss_chunk(question, base, shape)
-        complete = msgspec.structs.replace(base, loss_chunk_tokens=chunk, kernels=self._kernels)
         found: list[Candidate] = []
         for policy in self.policies:
             try:

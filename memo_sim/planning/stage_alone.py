@@ -35,7 +35,9 @@ from memo_sim.engine.repetition import RECEIVED_AHEAD, Repetition, period_of, wi
 from memo_sim.engine.segments import Segments, cut
 from memo_sim.planning.pricers import Pricers
 from memo_sim.planning.recent import Recent
-from memo_sim.program.analysis.columns import FoldedColumns, Ints, fold
+from memo_sim.planning.segment_steps import Steps
+from memo_sim.planning.slice_order import SliceOrder
+from memo_sim.program.analysis.columns import FoldedColumns, fold
 from memo_sim.program.analysis.edges import Edges, derive_edges
 from memo_sim.program.ir.instruction import Family, Lane, Template
 from memo_sim.program.ir.program import Program
@@ -43,6 +45,7 @@ from memo_sim.program.layout.schedule import Kind
 from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.layout.stage import stages_of
 from memo_sim.program.pipeline.stage_program import stage_program, stage_templates
+from memo_sim.program.pipeline.stage_slices import stage_slices
 from memo_sim.program.pipeline.subsequence_templates import Made
 from memo_sim.program.pipeline.template_cache import seen_by_layers
 
@@ -97,7 +100,7 @@ class _Order:
         self.last_of_passes = int(np.flatnonzero(~of_step & (lane == Lane.COMPUTE))[-1])
 
     @cached_property
-    def _segments_and_steps(self) -> tuple[Segments, _Steps]:
+    def _segments_and_steps(self) -> tuple[Segments, Steps]:
         edges, lane = derive_edges(self.columns), self.columns.lane
         anew = np.zeros(0, dtype=np.int64)
         if self.repeated:
@@ -110,7 +113,7 @@ class _Order:
             anew = np.flatnonzero(idle)[np.unique(lane[idle], return_index=True)[1]]
             lane = np.where(idle, lane + len(Lane), lane)
         segments = cut(lane, edges, 2 * len(Lane), anew)
-        return segments, _Steps.of(segments, lane)
+        return segments, Steps.of(segments, lane)
 
     def played(self, seconds: Floats, before_s: float) -> tuple[Floats, Floats]:
         """Return when every instruction starts and ends, when its lane and its producers are all that it waits for.
@@ -120,53 +123,15 @@ class _Order:
         segments, steps = self._segments_and_steps
         ordered = seconds[segments.order]
         work = np.add.reduceat(ordered, segments.first)
-        free, started, end = [0.0] * (2 * len(Lane)), list[float](), list[float]()
+        free = [0.0] * (2 * len(Lane))
         free[Lane.RECV] = before_s
-        begin = 0
-        for lane, work_s, stop in zip(steps.lanes, work[steps.order].tolist(), steps.stops, strict=True):
-            ready = free[lane]
-            for producer in steps.producers[begin:stop]:
-                if end[producer] > ready:  # noqa: PLR1730 - a call of max() is slower
-                    ready = end[producer]
-            begin = stop
-            started.append(ready)
-            free[lane] = ready = ready + work_s
-            end.append(ready)
         start = np.empty(len(work))
-        start[steps.order] = started
+        start[steps.order] = steps.played(work, free)
         inside = np.cumsum(ordered)
         before = inside - ordered
         found = np.empty(len(ordered))
         found[segments.order] = start[segments.of] + (before - before[segments.first][segments.of])
         return found, found + seconds
-
-
-@dataclass(frozen=True)
-class _Steps:
-    """Segments in program order of their first instructions; so each comes after those it waits for.
-
-    Lists of numbers, because an object for each segment would have Python look for cycles all the time.
-    """
-
-    order: Ints
-    """The segments."""
-    lanes: list[int]
-    """The lane of each; lanes that start anew behind the repeated window have numbers of their own."""
-    stops: list[int]
-    """Step n waits for ``producers[stops[n - 1] : stops[n]]``, which are steps, too."""
-    producers: list[int]
-
-    @classmethod
-    def of(cls, segments: Segments, lane: Ints) -> _Steps:
-        """Return the steps of ``segments``; ``lane``: of every instruction."""
-        firsts = segments.order[segments.first]
-        order = np.argsort(firsts)
-        step = np.empty_like(order)
-        step[order] = np.arange(len(order))
-        producer, consumer = np.repeat(step, np.diff(segments.target_bounds)), step[segments.targets]
-        by_consumer = np.argsort(consumer, kind="stable")
-        stops = np.cumsum(np.bincount(consumer, minlength=len(order)))
-        return cls(order, lane[firsts[order]].tolist(), stops.tolist(), producer[by_consumer].tolist())
 
 
 class StagesAlone:
@@ -177,6 +142,7 @@ class StagesAlone:
         self._pricers = Pricers(hardware, cluster)
         self._written: Recent[tuple[Decisions, int], _Written] = Recent(MOST_WRITTEN)
         self._orders: Recent[tuple[Decisions, int, Form], _Order] = Recent(MOST_ORDERS)
+        self._slices: Recent[tuple[Decisions, int, Form], SliceOrder] = Recent(MOST_ORDERS)
         self._made: Recent[Decisions, Made] = Recent(MOST_WRITTEN)
 
     def step_s(self, low: Decisions, high: Decisions, stage: int, *, before_s: float, after_s: float) -> float | None:
@@ -202,6 +168,31 @@ class StagesAlone:
         added_s = max((each.times * _least_period_s(each, start_s) for each in order.repeated), default=0.0)
         ended_s = max(float(end_s.max()), float(end_s[order.last_of_passes]) + after_s)
         return (ended_s + added_s) * (1 - ROUNDING)
+
+    def kernels_s(self, low: Decisions, high: Decisions, stage: int) -> float | None:
+        """Return a lower bound of the seconds from a stage's first kernel to the end of its last backward.
+
+        It costs a fifth of ``step_s`` where little is known yet, and is a little lower (``slice_order.py``).
+
+        None when the two plans have other instructions, or when slices of the stage's order tell too little.
+
+        Raises:
+            Infeasible: see ``step_s``.
+        """
+        if low.offload_window:
+            return None
+        first, last = self._of(low, stage), self._of(high, stage)
+        if first.form != last.form:
+            return None
+
+        def ordered() -> SliceOrder:
+            shape, chosen, played = shape_of(low), stages_of(low)[stage], fewest_micro_batches(low, stage)
+            return SliceOrder(stage_slices(low, shape, chosen, played, made=self._layers(low)), low)
+
+        name = msgspec.structs.replace(low, swapped_tokens=0), stage, first.form
+        order = self._slices.of(name, ordered)
+        seconds = np.minimum(self._seconds(low, first), self._seconds(high, last))[order.of_template]
+        return order.step_s(seconds) * (1 - ROUNDING)
 
     def device_bytes(self, decisions: Decisions, stage: int) -> int:
         """Return a lower bound of a device's bytes, without the reserve: those of one stage.

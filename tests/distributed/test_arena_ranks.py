@@ -1,5 +1,7 @@
 """Tests that ranks with planned arenas have the gradients and losses of one process."""
 
+from typing import Any
+
 import pytest
 
 from memo_exec.distributed.mesh import MeshCoordinates
@@ -15,6 +17,7 @@ from tests.distributed.team import Member, Team
 from tests.distributed.training import MODELS, label, reference, training
 
 STEPS = 2
+GATHERED = Layout(cp=2, cp_exchange="all_gather", subsequences=3)
 
 
 def play_planned(member: Member, decisions: Decisions) -> Played:
@@ -51,9 +54,40 @@ def test_planned_memory_of_unequal_ranks(team: Team, name: str, layout: Layout) 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sequences", [1, 2])
 @pytest.mark.parametrize("exchange", ["ring", "all_gather"])
-def test_planned_memory_of_subsequences_that_ranks_divide(team: Team, exchange: CpExchange) -> None:
+def test_planned_memory_of_subsequences_that_ranks_divide(team: Team, exchange: CpExchange, sequences: int) -> None:
     layout = Layout(cp=2, cp_exchange=exchange, subsequences=3)
-    chosen = training(MODELS["llama4"], layout, recompute="full", swapped_tokens=0, seq_tokens=1040, global_batch=2)
+    batch = {"micro_batch": sequences, "global_batch": 2}
+    chosen = training(MODELS["llama4"], layout, recompute="full", swapped_tokens=0, seq_tokens=1040, **batch)
     ranks = team.play(play_planned, 2, chosen)
     compare(ranks, reference("llama4", chosen.seq_tokens, chosen.global_batch, STEPS), steps=STEPS)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        (Layout(cp=2, subsequences=3), {"micro_batch": 2}),
+        pytest.param(
+            Layout(cp=2, cp_exchange="all_gather", subsequences=3), {"micro_batch": 2}, marks=pytest.mark.slow
+        ),
+        pytest.param(Layout(cp=2, subsequences=3), {}, marks=pytest.mark.slow),
+        pytest.param(Layout(cp=2), {"micro_batch": 2, "attention_chunk_tokens": 512}, marks=pytest.mark.slow),
+        pytest.param(Layout(cp=2), {"attention_chunk_tokens": 512}, marks=pytest.mark.slow),
+    ],
+    ids=["ring", "all-gather", "ring-one", "chunks", "chunks-one"],
+)
+def test_sums_of_bf16_gradients_have_their_scratch_in_the_arena(
+    team: Team, layout: Layout, changes: dict[str, int]
+) -> None:
+    """On a CPU a kernel widens bf16 gradients of keys in scratch before it adds them to an fp32 sum."""
+    fields: dict[str, Any] = {"recompute": "full", "swapped_tokens": 0, "seq_tokens": 1536, "global_batch": 2} | changes
+    chosen = training(MODELS["llama"], layout, dtype="bf16", **fields)
+    program = rank_program(chosen, MeshCoordinates(layout))
+    sums = [i for t in program.templates for i in t.instructions if i.op.startswith("grad.accumulate")]
+    assert any(operand.role == "workspace" for each in sums for operand in each.operands)
+    planned = team.play(play_planned, 2, chosen)
+    for found, wanted in zip(planned, team.play(play, 2, chosen, STEPS, {}), strict=True):
+        assert (found.losses, found.norms) == (wanted.losses, wanted.norms)
+        pairs = zip(found.gradients, wanted.gradients, strict=True)
+        assert all(one[-1].equal(other[-1]) for one, other in pairs)

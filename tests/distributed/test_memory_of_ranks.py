@@ -3,9 +3,11 @@
 In program order it holds exactly the program's peak, so no buffer is held twice.
 """
 
+import msgspec
 import pytest
 from _pytest.mark import ParameterSet
 
+from memo_sim.contract.knobs import CpExchange
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.ir.instruction import Lane
 from tests.distributed.team import Team
@@ -35,6 +37,16 @@ def layouts(few: tuple[Layout, ...], many: tuple[Layout, ...]) -> list[Parameter
 def test_in_program_order_a_rank_holds_what_its_program_says(team: Team, layout: Layout) -> None:
     found = team.play(held, layout.devices, small(layout), frozenset(), in_program_order)
     assert [measured for measured, _ in found] == [wanted for _, wanted in found]
+
+
+@pytest.mark.parametrize("exchange", [pytest.param("ring", marks=pytest.mark.slow), "all_gather"])
+def test_several_sequences_in_subsequences_hold_what_their_program_says(team: Team, exchange: CpExchange) -> None:
+    layout = Layout(cp=2, cp_exchange=exchange, subsequences=2)
+    chosen = msgspec.structs.replace(small(layout), micro_batch=2, global_batch=2)
+    found = team.play(held, 2, chosen, frozenset(), in_program_order)
+    assert [measured for measured, _ in found] == [wanted for _, wanted in found]
+    for measured, wanted in team.play(held, 2, chosen, OTHERS):
+        assert measured <= wanted
 
 
 @pytest.mark.parametrize("late", [COMPUTE, OTHERS], ids=["compute", "others"])

@@ -66,6 +66,36 @@ def test_replicas_talk_beside_compute_and_no_race(team: Team, overlap: str, dp: 
     parity(team, "gpt", Layout(metp=2, dp=dp, zero=1), overlap=overlap, debug=True, **KEEP)
 
 
+CHUNKS = {"recompute": "full", "swapped_tokens": 0, "attention_chunk_tokens": 256, "seq_tokens": 640}
+"""Three chunks, of which the last is shorter."""
+
+
+@pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
+def test_attention_in_chunks(team: Team, name: str) -> None:
+    played = parity(team, name, Layout(metp=2), **CHUNKS)
+    assert all(rank.moved.d2h > 0 for rank in played)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt", "llama-mha"])
+def test_attention_in_chunks_on_four_ranks_and_no_race(team: Team, name: str) -> None:
+    parity(team, name, Layout(metp=4), debug=True, **CHUNKS | {"attention_chunk_tokens": 512, "seq_tokens": 1024})
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "more"),
+    [
+        ("llama-normed", Layout(metp=2), {"micro_batch": 2, "global_batch": 2, "swapped_tokens": 640}),
+        pytest.param("llama", Layout(metp=2, overlap_exchanges=False), {}, marks=pytest.mark.slow),
+        pytest.param("gpt", Layout(metp=2, dp=2, zero=3), {}, marks=pytest.mark.slow),
+        pytest.param("gpt4", Layout(metp=2, pp=2), {}, marks=pytest.mark.slow),
+    ],
+    ids=["sequences", "turns", "zero3", "pp"],
+)
+def test_attention_in_chunks_beside_other_options(team: Team, name: str, layout: Layout, more: dict) -> None:
+    parity(team, name, layout, **CHUNKS | more)
+
+
 def test_sequences_of_a_micro_batch_and_norms_of_heads(team: Team) -> None:
     parity(team, "llama-normed", Layout(metp=2), micro_batch=2, global_batch=2, **KEEP)
 
@@ -89,6 +119,24 @@ def test_each_rank_holds_what_its_program_says(team: Team, ranks: int, norms: bo
     found = team.play(held, ranks, chosen, frozenset(), in_program_order)
     assert [measured for measured, _ in found] == [wanted for _, wanted in found]
     assert len({wanted for _, wanted in found}) == 1
+
+
+@pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
+def test_the_mlp_in_row_blocks(team: Team, name: str) -> None:
+    """Of 320 rows of a rank, the last of three blocks has 64; attention is in chunks as well."""
+    parity(team, name, Layout(metp=2), debug=True, mlp_chunk_tokens=128, **CHUNKS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt", "llama-mha"])
+def test_the_mlp_in_row_blocks_on_four_ranks(team: Team, name: str) -> None:
+    parity(team, name, Layout(metp=4), recompute="full", swapped_tokens=0, mlp_chunk_tokens=128, seq_tokens=1024)
+
+
+def test_in_chunks_each_rank_holds_what_its_program_says(team: Team) -> None:
+    chosen = training(MODELS["gpt"], Layout(metp=2), mlp_chunk_tokens=128, **CHUNKS)
+    found = team.play(held, 2, chosen, frozenset(), in_program_order)
+    assert [measured for measured, _ in found] == [wanted for _, wanted in found]
 
 
 def play_without(member: Member, decisions: Decisions, op: str) -> Played:

@@ -175,6 +175,70 @@ def test_rows_divided_over_ranks(team: Team, name: str, layout: Layout, policy: 
     assert len(found) == layout.devices
 
 
+TWO_SEQUENCES, THREE = {"micro_batch": 2, "global_batch": 4}, {"micro_batch": 3, "global_batch": 3}
+SEVERAL_DIVIDED = [
+    ("llama", Layout(cp=2, subsequences=3), "tokenwise mixed", TWO_SEQUENCES),
+    ("llama", Layout(cp=4, cp_exchange="all_gather", subsequences=3), "swap mixed in a window", THREE),
+    ("gpt", Layout(cp=4, subsequences=2), "keep", TWO_SEQUENCES | {"seq_tokens": 1024}),
+    (
+        "gpt",
+        Layout(cp=2, cp_exchange="all_gather", subsequences=2),
+        "full, inputs mixed",
+        TWO_SEQUENCES | {"seq_tokens": 1024},
+    ),
+    ("llama", Layout(cp=4, subsequences=3), "full, inputs mixed", THREE | {"seq_tokens": 1136}),
+    ("llama", Layout(cp=4, cp_exchange="all_gather", subsequences=3), "keep", THREE | {"seq_tokens": 1136}),
+    ("llama", Layout(cp=2, cp_exchange="all_gather", subsequences=5), "tokenwise swap", THREE | {"seq_tokens": 2560}),
+    ("llama", Layout(cp=2, subsequences=5), "swap", TWO_SEQUENCES | {"seq_tokens": 2560}),
+    ("llama-normed", Layout(tp=2, sequence_parallel=True, cp=2, subsequences=2), "tokenwise mixed", TWO_SEQUENCES),
+    ("llama-uneven", Layout(ulysses=2, cp=2, uneven_heads=True, subsequences=2), "tokenwise mixed", TWO_SEQUENCES),
+    ("llama4", Layout(cp=2, pp=2, subsequences=3), "swap mixed in a window", TWO_SEQUENCES),
+    ("llama4", Layout(cp=2, pp=2, schedule="zero-bubble", subsequences=3), "keep", TWO_SEQUENCES),
+    ("llama4", Layout(cp=2, cp_exchange="all_gather", pp=2, subsequences=3), "tokenwise mixed", TWO_SEQUENCES),
+]
+"""Context-parallel ranks divide subsequences of several sequences."""
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "policy", "changes"),
+    [*SEVERAL_DIVIDED[:2], *(pytest.param(*each, marks=pytest.mark.slow) for each in SEVERAL_DIVIDED[2:])],
+    ids=text,
+)
+def test_rows_of_several_sequences_divided_over_ranks(
+    team: Team, name: str, layout: Layout, policy: str, changes: dict[str, Any]
+) -> None:
+    matches(team, name, sppo(name, layout, policy, **{"seq_tokens": 1040} | changes), debug=True)
+
+
+WINDOWS = [
+    ("window", Layout(cp=2, subsequences=3), "tokenwise mixed", TWO_SEQUENCES),
+    ("window-sinks", Layout(subsequences=5), "swap mixed in a window", TWO_SEQUENCES),
+    ("window-sinks", Layout(cp=4, subsequences=3), "full, inputs mixed", {}),
+    ("window", Layout(cp=2, cp_exchange="all_gather", subsequences=3), "keep", {}),
+    ("window", Layout(cp=4, subsequences=5), "swap", THREE),
+    ("window-sinks", Layout(ulysses=2, cp=2, subsequences=2), "tokenwise mixed", TWO_SEQUENCES),
+    ("window", Layout(tp=2, sequence_parallel=True, cp=2, subsequences=2), "tokenwise swap", {}),
+    ("window", Layout(ulysses=2, subsequences=3), "tokenwise mixed", THREE),
+    ("window", Layout(cp=2, subsequences=10), "full", TWO_SEQUENCES),
+    ("llama-sinks", Layout(cp=2, subsequences=3), "tokenwise mixed", TWO_SEQUENCES),
+    ("llama-sinks", Layout(cp=4, cp_exchange="all_gather", subsequences=2), "full", {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "policy", "changes"),
+    [*WINDOWS[:2], *(pytest.param(*each, marks=pytest.mark.slow) for each in WINDOWS[2:])],
+    ids=text,
+)
+def test_windows_and_sinks_in_subsequences(
+    team: Team, name: str, layout: Layout, policy: str, changes: dict[str, Any]
+) -> None:
+    """A window's keys come from neighbouring ranks and from the subsequence before."""
+    rows = 128 * layout.subsequences * layout.tp
+    fields = {"seq_tokens": layout.cp * layout.ulysses * rows} | changes
+    matches(team, name, sppo(name, layout, policy, **fields), debug=True)
+
+
 QUICK = {("gpt", "full, inputs mixed"), ("gpt", "swap"), ("gpt", "tokenwise mixed"), ("llama", "full")}
 QUICK |= {("llama", "swap mixed"), ("llama", "tokenwise"), ("llama", "tokenwise mixed")}
 QUICK |= {("gpt", "swap mixed in a window"), ("llama", "tokenwise in a window")}

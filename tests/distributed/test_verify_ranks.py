@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from memo_exec.commands.verify import VerifyOptions, verify_plan
@@ -125,6 +126,22 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "recompute": "tokenwise",
         "swapped_tokens": 2**16,
         "offload_window": 1,
+    },
+    "several sequences in subsequences, cp by all-gather": {
+        "layout": Layout(cp=4, cp_exchange="all_gather", subsequences=8),
+        "micro_batch": 2,
+    },
+    "several sequences in subsequences in a ring": {
+        "layout": Layout(cp=2, pp=2, subsequences=8),
+        "micro_batch": 2,
+        "recompute": "tokenwise",
+        "swapped_tokens": 2**17,
+        "offload_window": 1,
+    },
+    "several sequences of a window in subsequences in a ring": {
+        "model": msgspec.structs.replace(LLAMA, window=4096),
+        "layout": Layout(cp=2, subsequences=8),
+        "micro_batch": 2,
     },
     "zero 2, host states": {"layout": Layout(dp=8, zero=2), "states": "host"},
     "hsdp": {"model": GPT, "layout": Layout(dp=64, zero=3, zero_ranks=8), "recompute_layers": "every-2"},

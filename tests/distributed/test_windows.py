@@ -40,6 +40,17 @@ def test_other_layouts(team: Team, name: str, layout: Layout) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("sinks", Layout(cp=2)), ("gemma3", Layout(cp=4)), ("window", Layout(cp=2, ulysses=2))],
+    ids=["sinks", "gemma3", "window"],
+)
+def test_several_sequences_with_context_parallelism(team: Team, name: str, layout: Layout) -> None:
+    batch = {"micro_batch": 2, "global_batch": 4, "debug": True}
+    parity(team, name, layout, 0.5, seq_tokens=256 * layout.cp * layout.ulysses, **batch)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [("none", 0.0), ("none", 1.0), ("full", 0.0), ("full", 1.0)])
 def test_other_policies(team: Team, policy: tuple[str, float]) -> None:
     parity(team, "sinks", Layout(cp=2), policy[1], recompute=policy[0])

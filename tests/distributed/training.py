@@ -27,6 +27,7 @@ MODELS |= {"differing5": llama(layers=5).of_layers(_WIDTHS)}
 
 
 MODELS |= WINDOWED_MODELS
+MODELS["llama-sinks"] = llama(name="llama-sinks-small", sinks=True)
 MODELS["gemma3-4"] = of_kinds(
     llama(layers=4, post_norms=True, activation="gelu_tanh", scaled_embeddings=True, tied_embeddings=True),
     *[(20, 100.0), (20, 100.0), (20, 100.0), (0, 0.0)],

@@ -83,6 +83,7 @@ def of_kinds(model: Model, *kinds: tuple[int, float]) -> Model:
 
 WINDOWED_MODELS = {
     "window": llama(name="window-small", window=20),
+    "window-sinks": llama(name="window-sinks-small", window=20, sinks=True),
     "sinks": of_kinds(
         llama(name="sinks-small", sinks=True, qkv_bias=True, proj_bias=True), (20, 0.0), (0, 0.0), (20, 0.0)
     ),
@@ -103,7 +104,8 @@ WINDOWED_MODELS = {
         (20, 100.0),
     ),
 }
-"""Models with windows in all layers, with alternating windows and sinks (GPT-OSS's attention), and Gemma 3's."""
+"""Models with windows in all layers, without and with sinks, with alternating windows and sinks (GPT-OSS's attention),
+and Gemma 3's."""
 
 
 LATENT = LatentAttention(q_rank=24, kv_rank=16, nope_dim=16, rope_dim=8, value_dim=16)

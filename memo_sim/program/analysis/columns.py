@@ -10,8 +10,8 @@ instance but for the numbers of the instruction and of the buffer. So there are 
 
 These arrays are the only form of a program that is as long as the step. Everything that looks at all instructions
 (edges, liveness, the engine) works on them. So arrays that are kept have 32 bits (``NUMBER``) where they number
-instructions, lanes, instances, buffers or segments, and what follows from the instances is computed when it is asked
-for. Sizes and ranges of rows have 64 bits: a region has billions of rows.
+instructions, lanes, instances, buffers or segments; a program with more of them is refused. What follows from the
+instances is computed when it is asked for. Sizes and ranges of rows have 64 bits: a region has billions of rows.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from memo_sim.contract.errors import Infeasible
 from memo_sim.program.ir.instruction import Family, Operand, Template
 from memo_sim.program.ir.program import Program
 
@@ -221,12 +222,30 @@ def fold(program: Program) -> FoldedColumns:
     )
 
 
+def check_numbered(count: int, of: str) -> None:
+    """Refuse a program that has more of something than ``NUMBER`` can number.
+
+    Raises:
+        Infeasible: with both numbers.
+    """
+    if count > (most := int(np.iinfo(NUMBER).max)):
+        raise Infeasible(
+            f"the plan's program has too many {of}",
+            where="decisions",
+            got=f"{count:,}",
+            wanted=f"at most {most:,}",
+            hint="fewer micro-batches, or METP, ring or subsequences over fewer ranks",
+        )
+
+
 def _instructions(program: Program) -> InstructionColumns:
     """Return the columns of instructions."""
     lanes = [np.array([int(i.lane) for i in template.instructions], dtype=NUMBER) for template in program.templates]
     template_of = np.array([i.template for i in program.instances], dtype=NUMBER)
-    lengths = np.array([len(each) for each in lanes], dtype=NUMBER)
-    starts = np.append(0, np.cumsum(lengths[template_of])).astype(NUMBER)
+    lengths = np.array([len(each) for each in lanes], dtype=np.int64)
+    starts = np.append(0, np.cumsum(lengths[template_of]))
+    check_numbered(int(starts[-1]), "instructions")
+    starts = starts.astype(NUMBER)
     none = InstructionColumns(np.zeros(0, dtype=NUMBER), template_of, starts)
     return replace(none, lane=none.by_template(lanes))
 
@@ -235,6 +254,7 @@ def _buffers(program: Program) -> tuple[Ints, Ints, Flags]:
     """Return the bytes and the family of every buffer, and whether it is dynamic."""
     families = program.all_families
     counts = [f.count for f in families]
+    check_numbered(sum(counts), "buffers")
     dynamic = np.array([f.space == "device" and f.lifetime == "dynamic" for f in families], dtype=np.bool_)
     sizes = np.array([f.bytes for f in families], dtype=np.int64)
     numbers = np.arange(len(families), dtype=NUMBER)
@@ -289,8 +309,9 @@ def _range(operand: Operand, part: Family | None) -> tuple[int, int]:
 
 def _taken(lengths: list[int], template_of: Ints) -> tuple[Ints, Ints]:
     """Return the table rows that the instances use, one instance after another, and the instance of each row."""
-    length = np.array(lengths, dtype=NUMBER)
+    length = np.array(lengths, dtype=np.int64)
     taken = length[template_of]
+    check_numbered(int(taken.sum()), "operands")
     instance = np.repeat(np.arange(len(template_of), dtype=NUMBER), taken)
     shift = ((np.cumsum(length) - length)[template_of] - (np.cumsum(taken) - taken)).astype(NUMBER)
     return np.arange(len(instance), dtype=NUMBER) + shift[instance], instance

@@ -21,11 +21,15 @@ Device memory is allocated in program order too, which adds edges:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from memo_sim.program.analysis.columns import NUMBER, Columns, Flags, FoldedColumns, Ints, Operands
 from memo_sim.program.ir.instruction import Lane, Mode
+
+AT_ONCE = 1 << 18
+"""Operands whose buffers are looked at together, which needs about 30 MB. No edge joins uses of two buffers."""
 
 
 @dataclass(frozen=True)
@@ -41,17 +45,29 @@ def derive_edges(columns: Columns | FoldedColumns) -> Edges:
 
     Buffers of one set of operands are in no other. So what an equal repetition adds is the same, further on.
     """
-    found, uses = list[tuple[Ints, Ints]](), list[_Uses]()
+    found = _in_repetitions(columns)
+    found += _memory_edges(columns.lane, _Uses.joined([_uses(each, _shared(each)) for each in columns.operands]))
+    return _reduced(*_concatenated(found), columns.lane)
+
+
+def edges_of_rows(columns: Columns | FoldedColumns) -> Edges:
+    """Return the edges that follow from rows alone, as ``derive_edges`` does, without those of memory.
+
+    They hold for a part of a program, too, whose buffers have another birth and death in the whole.
+    """
+    return _reduced(*_concatenated(_in_repetitions(columns)), columns.lane)
+
+
+def _in_repetitions(columns: Columns | FoldedColumns) -> list[tuple[Ints, Ints]]:
+    """Return the producers and consumers of what two lanes do to the same rows, in all repetitions."""
+    found = list[tuple[Ints, Ints]]()
     for operands in columns.operands:
-        shared = _shared(operands)
-        edges = _conflicts(operands, shared)
+        edges = _conflicts(operands, _shared(operands))
         if edges and len(operands.starts) > 1:  # what one repetition implies, each of them does
             once = _reduced(*_concatenated(edges), operands.lane)
             edges = [(once.producer, once.consumer)]
         found += [(operands.instructions(producer), operands.instructions(consumer)) for producer, consumer in edges]
-        uses.append(_uses(operands, shared))
-    found += _memory_edges(columns.lane, _Uses.joined(uses))
-    return _reduced(*_concatenated(found), columns.lane)
+    return found
 
 
 def _concatenated(edges: list[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
@@ -64,11 +80,21 @@ def _conflicts(operands: Operands, shared: Flags) -> list[tuple[Ints, Ints]]:
     """Return the producers and consumers of what two lanes do to the same rows, in one repetition."""
     if not shared.any():
         return []
+    if len(operands.buffer) <= AT_ONCE:
+        return _conflicts_of(operands, shared)
+    until = np.cumsum(np.bincount(operands.buffer, minlength=len(shared)) * shared)
+    bounds = [*range(0, int(until[-1]), AT_ONCE), int(until[-1])]
+    parts = (shared & (until > first) & (until <= end) for first, end in pairwise(bounds))
+    return [edges for part in parts for edges in _conflicts_of(operands, part)]
+
+
+def _conflicts_of(operands: Operands, shared: Flags) -> list[tuple[Ints, Ints]]:
+    """Return the conflicts over some of the buffers that several lanes touch."""
     segment, instruction, mode = _segments(operands, shared)
     lane = operands.lane[instruction]
     writes = (mode & Mode.WRITE) > 0
-    row = np.arange(len(segment), dtype=np.int64)
-    starts = np.flatnonzero(_begins(segment))
+    row = np.arange(len(segment), dtype=NUMBER)
+    starts = np.flatnonzero(_begins(segment)).astype(NUMBER)
     group_start = np.repeat(starts, np.diff(np.append(starts, len(segment))))
     last_write = _last_before(writes, row, group_start)
     # RAW and WAW: the last write before this access, when it was made on another lane.
@@ -122,7 +148,7 @@ def _uses(operands: Operands, shared: Flags) -> _Uses:
     touches = np.flatnonzero((shared & operands.dynamic)[operands.buffer])
     buffer, instruction = operands.buffer[touches], operands.instruction[touches]
     # Operands are in program order, so the first row of a buffer and a lane is that lane's first touch.
-    place, order = sorted_with_places(buffer * len(Lane) + operands.lane[instruction])
+    place, order = sorted_with_places(buffer.astype(np.int64) * len(Lane) + operands.lane[instruction])
     begins = _begins(place)
     firsts, lasts = order[begins], order[np.append(begins[1:], True)[: len(place)]]
     every = operands.instructions
@@ -195,7 +221,7 @@ def sorted_with_places(numbers: Ints) -> tuple[Ints, Ints]:
     """
     bits = len(numbers).bit_length()
     packed = np.left_shift(numbers, bits, dtype=np.int64)
-    packed |= np.arange(len(numbers), dtype=np.int64)
+    packed |= np.arange(len(numbers), dtype=NUMBER)
     packed.sort()
     places = (packed & ((1 << bits) - 1)).astype(NUMBER)
     packed >>= bits
@@ -224,7 +250,8 @@ def _last_before(flags: np.ndarray, row: Ints, group_start: Ints) -> Ints:
 def _reduced(producer: Ints, consumer: Ints, lane: Ints) -> Edges:
     """Drop edges that lane order and another edge between the same two lanes imply."""
     kept_producers, kept_consumers = [], []
-    pair = lane[producer] * len(Lane) + lane[consumer]
+    pair = lane[producer] * len(Lane)
+    pair += lane[consumer]
     for value in _distinct(pair):
         chosen = pair == value
         p, c = _by_consumer(producer[chosen], consumer[chosen], len(lane))
@@ -232,7 +259,7 @@ def _reduced(producer: Ints, consumer: Ints, lane: Ints) -> Edges:
         begins = _begins(c)
         last_of_consumer = np.append(begins[1:], True)
         # Keep each consumer's latest producer, and only if it is later than those that earlier consumers waited for.
-        first_row = np.maximum.accumulate(np.where(begins, np.arange(len(c)), 0))
+        first_row = np.maximum.accumulate(np.where(begins, np.arange(len(c), dtype=NUMBER), 0))
         before = np.where(first_row > 0, best[np.maximum(first_row - 1, 0)], -1)
         keep = last_of_consumer & (best > before)
         kept_producers.append(best[keep])

@@ -17,6 +17,10 @@ Compared with the ring, this form
 - waits once for all rows, where the ring waits for the last hop only;
 - needs buffers of cp shards, where the ring needs two.
 
+Of a micro-batch of several sequences, a rank's rows of a chunk are one sequence after the other, in the order in which
+they travel in a ring. Then the keys of a sequence are one range on one rank alone, and there are as many calls as in a
+ring.
+
 The representative rank is cp - 1, as in the ring. On any other rank the late chunk also attends to keys of later ranks
 that precede it, in two more calls. In the picture, the late chunk of rank 1 (c6) attends to c2 c3 and to c5 c4.
 """
@@ -67,7 +71,7 @@ def start(builder: TemplateBuilder, decisions: Decisions, shape: Shape, suffix: 
 def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
     """Write the calls after the local square, over all other earlier keys; merge them into ``attn`` and ``lse``."""
     for part in parts_of_earlier_keys(decisions, shape, _gathered(builder)[0]):
-        most = keys_before(shape)
+        most = most_keys(decisions, shape)
         part_forward(builder, decisions, shape, part, "attn.before", merge="attn.merge", most_keys=most)
 
 
@@ -78,7 +82,7 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
     own_d_q(builder, decisions, shape)
     for part in parts_of_earlier_keys(decisions, shape, _gathered(builder)[0]):
         into = Rows(D_ALL, part.keys.first, part.keys.tokens)
-        most = keys_before(shape)
+        most = most_keys(decisions, shape)
         part_backward(builder, decisions, shape, part, "attn.before.bwd", into=into, most_keys=most)
         queries = Rows("d_q.part", 0, part.queries(shape))
         add(builder, decisions, f"d_q.add{part.suffix}", queries, builder.all("d_qkv"))
@@ -102,6 +106,8 @@ def parts_of_earlier_keys(decisions: Decisions, shape: Shape, everyone: str) -> 
 
     Early chunks come before both own chunks, other chunks before the late one.
     """
+    if decisions.micro_batch > 1:
+        return _parts_of_each_rank(shape, everyone)
     half, rank, cp = shape.tokens // 2, shape.cp_rank, shape.cp
     parts = [Part(Rows(everyone, 0, rank * half), chunks=tuple(range(rank)))] if rank else []
     if later := (cp - 1 - rank) * half:
@@ -115,6 +121,18 @@ def parts_of_earlier_keys(decisions: Decisions, shape: Shape, everyone: str) -> 
     return [replace(part, segments=segments) for part in parts]
 
 
+def _parts_of_each_rank(shape: Shape, everyone: str) -> list[Part]:
+    """Return the earlier keys of several sequences: of one rank in each call, because a rank's rows of a chunk are one
+    sequence after the other.
+    """
+    half, rank, cp = shape.tokens // 2, shape.cp_rank, shape.cp
+    parts = [Part(Rows(everyone, of * half, half), suffix=f".rank{of}") for of in range(rank)]
+    for of in range(rank + 1, cp):
+        for place, suffix in ((of, ".early"), (cp + of, ".late")):
+            parts.append(Part(Rows(everyone, place * half, half), late=True, suffix=f".rank{of}{suffix}"))
+    return parts
+
+
 def rows_without_queries(shape: Shape) -> list[tuple[int, int]]:
     """Return (first row, rows) of the gathered rows that no call reads: this rank's own chunks and all later keys."""
     half, rank, cp = shape.tokens // 2, shape.cp_rank, shape.cp
@@ -123,9 +141,14 @@ def rows_without_queries(shape: Shape) -> list[tuple[int, int]]:
     return [(rank * half, half), (cp * half, (rank + 1) * half)]
 
 
-def keys_before(shape: Shape) -> int:
-    """Return how many gathered rows precede both chunks of rank cp - 1: every early chunk but its own."""
-    return (shape.cp - 1) * (shape.tokens // 2)
+def most_keys(decisions: Decisions, shape: Shape) -> int:
+    """Return the most gathered rows that one call reads.
+
+    They are those before both chunks of rank cp - 1: every early chunk but its own. Of several sequences it is one
+    rank's.
+    """
+    ranks = shape.cp - 1 if decisions.micro_batch == 1 else 1
+    return ranks * (shape.tokens // 2)
 
 
 def _all_bytes(decisions: Decisions, shape: Shape) -> int:

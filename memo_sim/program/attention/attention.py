@@ -55,7 +55,7 @@ def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> Non
         plain_attention.forward(builder, decisions, shape)
         return
     if shape.kv_cache_tokens:
-        prefix = divided_subsequence if shape.cp > 1 else prefix_attention
+        prefix = (windowed if shape.window else divided_subsequence) if shape.cp > 1 else prefix_attention
         prefix.forward(builder, decisions, shape)
         return
     if shape.window and shape.cp > 1:
@@ -97,7 +97,7 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
         plain_attention.backward(builder, decisions, shape)
         return
     if shape.kv_cache_tokens:
-        prefix = divided_subsequence if shape.cp > 1 else prefix_attention
+        prefix = (windowed if shape.window else divided_subsequence) if shape.cp > 1 else prefix_attention
         prefix.backward(builder, decisions, shape)
         return
     if shape.window and shape.cp > 1:
@@ -147,7 +147,9 @@ def longest_keys(decisions: Decisions, shape: Shape) -> int:
         return shape.tokens
     subsequences = decisions.layout.subsequences > 1
     gathered = (
-        divided_subsequence.most_gathered_keys(decisions) if subsequences else gathered_attention.keys_before(shape)
+        divided_subsequence.most_gathered_keys(decisions)
+        if subsequences
+        else gathered_attention.most_keys(decisions, shape)
     )
     return max(shape.tokens, gathered)
 

@@ -132,12 +132,13 @@ class ChunkRing:
 
     def _hop(self, kind: str, step: int, name: str, sent: Rows) -> Rows:
         """Write the hop that brings the buffer of ``step`` from the previous rank, and return its rows."""
-        received = self._rows(kind, step, sent.tokens)
+        received, ring = self._rows(kind, step, sent.tokens), self.shape.ring
+        apart = ring != "metp" or self.decisions.layout.overlap_exchanges
         self.builder.emit(
             f"{kind}.hop{step}{name}",
             "send_recv",
-            Lane.P2P,
-            Exchange(sent.tokens * self.builder.row_bytes(sent.slot), self.shape.cp, "cp"),
+            Lane.P2P if apart else Lane.COMPUTE,
+            Exchange(sent.tokens * self.builder.row_bytes(sent.slot), self.shape.cp, ring),
             send=reads(sent),
             recv=writes(received),
         )

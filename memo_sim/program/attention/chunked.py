@@ -62,6 +62,8 @@ def rows_at_once(tensor: Skeletal, decisions: Decisions, shape: Shape) -> int:
         return tensor.tokens
     if tensor.name in ("qkv", "lse") or (tensor.name == "attn" and shape.ulysses > 1):
         return 0
+    if shape.metp > 1 and tensor.name.startswith(("attn.", "lse.")):
+        return 0
     if tensor.name not in IN_CHUNKS:
         return tensor.tokens
     return tensor.tokens * attention_chunks(decisions)[0][1] // shape.tokens
@@ -70,11 +72,14 @@ def rows_at_once(tensor: Skeletal, decisions: Decisions, shape: Shape) -> int:
 class ChunkedAttention:
     """Writes a layer from the first norm to attention's output, and its backward."""
 
-    def __init__(self, writer: OperatorWriter, ulysses: Ulysses) -> None:
+    def __init__(self, writer: OperatorWriter, ulysses: Ulysses, inside: Shape | None = None) -> None:
+        """``inside``: the sizes inside attention, unless they follow from those of ``writer``."""
         self.writer, self.ulysses = writer, ulysses
         self.builder, self.decisions = writer.builder, writer.decisions
-        self.shape, self.inside = writer.shape, writer.shape.attention
+        self.shape, self.inside = writer.shape, inside or writer.shape.attention
         self.chunks = attention_chunks(writer.decisions)
+        self.pairs_before = self.chunks_before = 0
+        """Numbers of pairs and chunks whose backward another writer has written into the same double buffers."""
         self.room = self.chunks[0][1]
         """Number of a rank's rows in a buffer for one chunk."""
         kv = self.inside.cache_width
@@ -87,11 +92,11 @@ class ChunkedAttention:
 
     def forward(self, blocks: list[RowBlock]) -> None:
         """Write norm, product and attention of every chunk; chunks replace the row blocks."""
-        self._all_chunks(store=False)
+        self.attend(store=False)
 
     def recompute(self, rows: RowBlock, *, whole: bool) -> None:
         """Write the forward again, and store the tensors that backward needs on the host."""
-        self._all_chunks(store=True)
+        self.attend(store=True)
 
     def project(self, rows: RowBlock) -> None:
         """Write projection and residual sum; with sequence parallelism the product exists for one chunk at a time."""
@@ -103,19 +108,16 @@ class ChunkedAttention:
             self.writer.suffix = f".c{c}"
             project(self.writer, self.ulysses, (first, tokens), (0, tokens), self.room)
 
-    def _all_chunks(self, *, store: bool) -> None:
+    def attend(self, *, store: bool) -> None:
         """Write norm, product and attention of every chunk; ``store``: also store what backward needs on the host."""
-        if not self.builder.has(attended := self.ulysses.sequence_sharded("attn")):
-            self.writer.own(attended, self.shape.tokens, self.shape.q_width)  # not kept: the projection keeps it in FP8
+        self._own_output()
         for c, rows in enumerate(self.chunks):
             self.writer.suffix = f".c{c}"
             if c:
                 self._fetch_earlier(c, 0)
             self._project(c)
             self._attend(c)
-            self.ulysses.to_sequence_ranks(
-                "attn", self._out(c), Rows(self.ulysses.sequence_sharded("attn"), *rows), self.writer.suffix
-            )
+            self._pass_on(c)
             # A copy waits only for the writer of what it reads, so placing it after other readers does not delay it.
             kept = ("kv", "q", *self._raw) if store else ("kv",) if rows != self.chunks[-1] else ()
             for name in kept:
@@ -123,6 +125,16 @@ class ChunkedAttention:
             for name in self._outputs if store else ():
                 self._store(name, c, f"{name}.{c % DOUBLE_BUFFER_SLOTS}")
         self.writer.suffix = ""
+
+    def _own_output(self) -> None:
+        """Add the buffer of the whole output, unless it is a skeletal tensor."""
+        if not self.builder.has(attended := self.ulysses.sequence_sharded("attn")):
+            self.writer.own(attended, self.shape.tokens, self.shape.q_width)  # not kept: the projection keeps it in FP8
+
+    def _pass_on(self, c: int) -> None:
+        """Write what brings a chunk's output to where the projection reads it."""
+        attended = Rows(self.ulysses.sequence_sharded("attn"), *self.chunks[c])
+        self.ulysses.to_sequence_ranks("attn", self._out(c), attended, self.writer.suffix)
 
     def backward(self, grad_in: str) -> None:
         """Write the backward from the residual's gradient, ``d_resid``, to the layer's input gradient, ``grad_in``."""
@@ -164,8 +176,13 @@ class ChunkedAttention:
 
     @property
     def _outputs(self) -> tuple[str, ...]:
-        """The results of attention that are stored on the host; without Ulysses the output stays on the device."""
-        return ("attn", "lse") if self.shape.ulysses > 1 else ("lse",)
+        """The results of attention that are stored on the host."""
+        return ("attn", "lse") if self._in_parts else ("lse",)
+
+    @property
+    def _in_parts(self) -> bool:
+        """Whether chunks of the output have buffers of their own; without Ulysses the layer holds the whole output."""
+        return self.shape.ulysses > 1
 
     def _tokens(self, name: str, c: int) -> int:
         """Return the rows of a chunk of a tensor: sequence-sharded for ``qk_raw``, head-sharded for all others."""
@@ -182,11 +199,15 @@ class ChunkedAttention:
         return Rows(slot, 0, self._tokens(name, c))
 
     def _host(self, name: str, c: int, like: Rows) -> Rows:
-        slot = f"host.{name}.c{c}"
+        slot = self._host_slot(name, c)
         if not self.builder.has(slot):
             features, dtype = self.builder.features(like.slot), self.builder.dtype(like.slot)
             self.builder.own(slot, _class(name), dtype, like.tokens, features, space="host")
         return Rows(slot, 0, like.tokens)
+
+    def _host_slot(self, name: str, c: int) -> str:
+        """Return the name of the host buffer of a chunk of a tensor."""
+        return f"host.{name}.c{c}"
 
     def _store(self, name: str, c: int, slot: str = "", suffix: str = "") -> None:
         """Write the copy of a chunk to the host."""
@@ -239,8 +260,8 @@ class ChunkedAttention:
         return writer.gather("norm1", normed, "norm1_full", 0, tokens=self.room)
 
     def _out(self, c: int) -> Rows:
-        """Return where attention of a chunk writes: the whole output, or under Ulysses one of two chunk buffers."""
-        if self.shape.ulysses == 1:
+        """Return where attention of a chunk writes: the whole output, or one of two chunk buffers."""
+        if not self._in_parts:
             return Rows("attn", *self.chunks[c])
         return self._chunk("attn", c, f"attn.{c % DOUBLE_BUFFER_SLOTS}")
 
@@ -358,7 +379,7 @@ class ChunkedAttention:
         return self.shape.gathered or self.writer.fp8 is not None or self._adapted
 
     def _keys(self, k: int) -> Rows:
-        return self._chunk("kv", k, f"kv.back.{k % DOUBLE_BUFFER_SLOTS}")
+        return self._chunk("kv", k, f"kv.back.{(self.chunks_before + k) % DOUBLE_BUFFER_SLOTS}")
 
     def _fetch_keys(self, k: int) -> None:
         self._fetch("kv", k, self._keys(k))
@@ -372,11 +393,15 @@ class ChunkedAttention:
 
     def _back(self, name: str, n: int, c: int) -> Rows:
         """Return the buffer of a chunk of queries, or of a tensor stored with them, for the ``n``-th pair."""
-        return self._chunk(name, c, f"{name}.back.{n % DOUBLE_BUFFER_SLOTS}", SUM_DTYPE if name == "d_q" else "")
+        return self._chunk(name, c, self._back_slot(name, n), SUM_DTYPE if name == "d_q" else "")
+
+    def _back_slot(self, name: str, n: int) -> str:
+        """Return the slot of such a buffer: the pairs alternate between two."""
+        return f"{name}.back.{(self.pairs_before + n) % DOUBLE_BUFFER_SLOTS}"
 
     def _out_of_pair(self, n: int, c: int) -> Rows:
         """Return attention's output of a chunk of queries, for the ``n``-th pair."""
-        return self._back("attn", n, c) if self.shape.ulysses > 1 else self._out(c)
+        return self._back("attn", n, c) if self._in_parts else self._out(c)
 
     def _lse_of_pair(self, n: int, c: int) -> Rows:
         """Return the log-sum-exp of a chunk of queries, for the ``n``-th pair."""
@@ -399,12 +424,12 @@ class ChunkedAttention:
         self._arrive(k)
         self._round_backward(n, k, c)
         if c != k:
-            self._store("d_q", c, f"d_q.back.{n % DOUBLE_BUFFER_SLOTS}", f".of.k{k}")
+            self._store("d_q", c, self._back_slot("d_q", n), f".of.k{k}")
 
     def _round_backward(self, n: int, k: int, c: int) -> None:
         """Write the backward of chunk ``c``'s queries and the keys of chunk ``k`` on other ranks."""
         name, tokens = f".c{c}.k{k}", self._tokens("kv", k)
-        if c == k and self.shape.cp > 1:
+        if c == k and self.inside.cp > 1:
             self.ring.begin_sums(name, tokens)
         for steps in self.ring.steps(name, tokens, square=c == k):
             for step in steps:
@@ -455,6 +480,7 @@ class ChunkedAttention:
         """Write the backward of product and norm for a chunk, once its gradients are complete."""
         writer, shape, builder = self.writer, self.shape, self.builder
         first, tokens = self.chunks[k]
+        self._beside_last_hop(n, k)
         self._arrive(k)
         writer.suffix = f".c{k}"
         sums = self._back("d_q", n, k), self._chunk("d_kv", k, "d_kv.sum", SUM_DTYPE)
@@ -469,7 +495,18 @@ class ChunkedAttention:
         # In FP8 what a product read is not what its weight's gradient reads, which is gathered below.
         source = self._gathered((0, tokens)) if writer.trains("qkv") and writer.fp8 is None else None
         builder.phase, writer.suffix = phase, f".c{k}"
-        writer.product_and_norm_backward(
+        self._product_backward(k, grad, source, grad_in)
+
+    def _beside_last_hop(self, n: int, k: int) -> None:
+        """Write what runs beside the hop that brings the last gradients of chunk ``k``, in pair ``n``; here nothing."""
+
+    def _product_backward(self, k: int, grad: Rows, source: Rows | None, grad_in: str) -> None:
+        """Write the backward of a chunk's product and norm from the gradient of the packed Q, K, V.
+
+        ``source``: the norm's output, where it is gathered.
+        """
+        first, tokens = self.chunks[k]
+        self.writer.product_and_norm_backward(
             "qkv",
             "norm1",
             grad=grad,

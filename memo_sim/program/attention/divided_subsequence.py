@@ -18,12 +18,15 @@ The ranks exchange blocks in one of two forms:
 A block has whole subsequences, and at least an eighth of a rank's rows if there are as many before it. Each subsequence
 sends all blocks before it again. So with N equal subsequences, forward sends (N + 1) / 2 times the bytes of a sequence
 that is not divided. Backward sends as many bytes of keys, and as many of gradients.
+
+Of a micro-batch of several sequences a block is one subsequence, which one call can read. The subsequence's own keys
+are copied before they travel: the early halves of all sequences, then the late ones, so that a half is one range.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal
 
 from memo_sim.contract.plan import Decisions
@@ -56,7 +59,7 @@ class Block:
 
 def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
     """Write attention forward: reads slots ``q`` and ``prefix.kv``, writes ``attn`` and ``lse``."""
-    blocks = _blocks(shape)
+    blocks = _blocks(decisions, shape)
     exchange = _exchange(decisions)(builder, decisions, shape, blocks)
     exchange.start(blocks[0])
     prefix.own_square(builder, decisions, shape, blocks[0].keys)
@@ -69,7 +72,7 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
 
     Gradients of this rank's keys and values are summed in ``prefix.d_kv``, with the terms of all ranks.
     """
-    blocks = _blocks(shape)
+    blocks = _blocks(decisions, shape)
     exchange = _exchange(decisions)(builder, decisions, shape, blocks)
     queries = builder.all(builder.own("d_q", BufferClass.TRANSIENT, prefix.SUM_DTYPE, shape.tokens, shape.q_width))
     own_d_q(builder, decisions, shape)
@@ -87,17 +90,23 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
 def most_gathered_keys(decisions: Decisions) -> int:
     """Return the most keys that one call over a gathered block reads: those of the longest run, from all ranks.
 
+    Of several sequences a block is one subsequence (``_blocks``).
+
     Raises:
         Infeasible: as ``partition``.
     """
-    ends = run_ends(partition(decisions))
+    parts = partition(decisions)
+    ends = run_ends(parts) if decisions.micro_batch == 1 else tuple(accumulate(parts))
     return decisions.layout.cp * decisions.layout.ulysses * max(end - begun for begun, end in pairwise((0, *ends)))
 
 
-def _blocks(shape: Shape) -> list[Block]:
-    """Return the blocks of keys that a subsequence attends to: its own, then each run of earlier ones."""
+def _blocks(decisions: Decisions, shape: Shape) -> list[Block]:
+    """Return the blocks of keys that a subsequence attends to: its own, then each run of earlier ones.
+
+    Of several sequences a run is one subsequence, because a call reads no more (``prefix.calls``).
+    """
     ((_, mine),) = prefix.sums_of(shape, shape.start, shape.tokens)
-    earlier = prefix.sums_of(shape, 0, shape.start)
+    earlier = prefix.calls(decisions, prefix.sums_of(shape, 0, shape.start))
     return [
         Block("", Rows(prefix.KV, shape.start, shape.tokens), mine, own=True),
         *(Block(f".k{i}", Rows(prefix.KV, at, sums.tokens), sums, own=False) for i, (at, sums) in enumerate(earlier)),
@@ -121,6 +130,7 @@ class _Calls:
 
     def __init__(self, builder: TemplateBuilder, decisions: Decisions, shape: Shape, blocks: list[Block]) -> None:
         self.builder, self.decisions, self.shape = builder, decisions, shape
+        self.several = decisions.micro_batch > 1
         self.room = self.most_keys = self.rows_aside = max(block.keys.tokens for block in blocks)
         self._due: tuple[Block, Rows] | None = None
         """The block whose gradients come from other ranks next, and where they arrive."""
@@ -150,8 +160,9 @@ class _Calls:
         builder, decisions, shape = self.builder, self.decisions, self.shape
         name = f"{prefix.KEY_PART}.bwd"
         part_backward(builder, decisions, shape, part, name, into=into, most_keys=self.most_keys)
-        tokens = part.queries(shape)
-        queries = Rows("d_q", shape.tokens - tokens, tokens)
+        tokens, queries = part.queries(shape), builder.all("d_q")
+        if not self.several:  # the late halves of several sequences lie apart
+            queries = Rows("d_q", shape.tokens - tokens, tokens)
         add(builder, decisions, f"d_q.add{part.suffix}", Rows("d_q.part", 0, tokens), queries)
 
 
@@ -198,12 +209,18 @@ class _RingOfBlocks(_Calls):
     def finish(self) -> None:
         if self._due is not None:
             block, arrived = self._due
-            add(self.builder, self.decisions, f"d_kv.return{block.name}", arrived, block.sums)
+            halves = block.own and self.several
+            add(self.builder, self.decisions, f"d_kv.return{block.name}", arrived, block.sums, halves=halves)
             self._due = None
 
 
 class _GatheredBlocks(_Calls):
-    """Gathers each block from all ranks: the early half of every rank's rows, then the late half of every rank's."""
+    """Gathers each block from all ranks: the early half of every rank's rows, then the late half of every rank's.
+
+    Of several sequences, a block of earlier keys is gathered sequence by sequence (op ``all_gather.sequences``), so
+    that one call reads it. The subsequence's own keys are copied before: the early halves of all sequences, then the
+    late ones. The halves of one sequence then lie apart, and there is one call for each rank.
+    """
 
     def __init__(self, builder: TemplateBuilder, decisions: Decisions, shape: Shape, blocks: list[Block]) -> None:
         super().__init__(builder, decisions, shape, blocks)
@@ -213,8 +230,14 @@ class _GatheredBlocks(_Calls):
         self._slots = {block.name: i % DOUBLE_BUFFER_SLOTS for i, block in enumerate(blocks)}
 
     def start(self, block: Block) -> None:
+        mine = block.keys
+        if block.own and self.several:
+            packed, size = self._rows("kv.mine", block, 1), mine.tokens * self.builder.row_bytes(mine.slot)
+            work = Rowwise("kv.pack", mine.tokens, size, size)
+            self.builder.emit("kv.pack", "kv.pack", Lane.COMPUTE, work, kv=reads(mine), out=writes(packed))
+            mine = packed
         gathered = writes(self._rows("kv.all", block, self.shape.cp))
-        self._collective("all_gather", "kv.gather", block, shard=reads(block.keys), full=gathered)
+        self._collective("all_gather", "kv.gather", block, shard=reads(mine), full=gathered)
 
     def forward(self, block: Block, following: Block | None) -> None:
         if following is not None:
@@ -242,7 +265,7 @@ class _GatheredBlocks(_Calls):
             return
         block, arrived = self._due
         if block.own:  # the causal square wrote the first term
-            add(self.builder, self.decisions, "d_kv.return", arrived, block.sums)
+            add(self.builder, self.decisions, "d_kv.return", arrived, block.sums, halves=self.several)
         else:
             prefix.sum_into(self.builder, self.decisions, self.shape, f".return{block.name}", arrived, block.sums)
         self._due = None
@@ -264,4 +287,6 @@ class _GatheredBlocks(_Calls):
 
     def _collective(self, op: Literal["all_gather", "reduce_scatter"], name: str, block: Block, **rows: Access) -> None:
         size = self.shape.cp * block.keys.tokens * self.shape.cache_width * DTYPE_BYTES[self.decisions.dtype]
-        self.builder.emit(f"{name}{block.name}", op, Lane.CP, Collective(op, size, self.shape.cp, "cp"), **rows)
+        work = Collective(op, size, self.shape.cp, "cp")
+        by_sequence = self.several and not block.own
+        self.builder.emit(f"{name}{block.name}", f"{op}.sequences" if by_sequence else op, Lane.CP, work, **rows)

@@ -20,8 +20,9 @@ Of a micro-batch of several sequences, a subsequence has its tokens of every seq
 the earlier keys of one sequence do not lie side by side, and there is one call for each earlier subsequence.
 
 With a window there is one call in each direction, over the subsequence's own keys and the few right before them, which
-lie side by side in the KV cache. Keys before the window are not read again; the KV cache holds them until the layer's
-backward all the same. A subsequence writes the first term of every sum that no later one has reached.
+lie side by side in the KV cache. Of several sequences they do not, and are copied. Keys before the window are not read
+again; the KV cache holds them until the layer's backward all the same. A subsequence writes the first term of every sum
+that no later one has reached.
 
 Every later subsequence reads keys and values, in forward and backward, so they stay on the device (SPPO's type 0). The
 other skeletal tensors are read only in their own backward (type 1), and may be swapped to the host.
@@ -46,7 +47,7 @@ from memo_sim.program.attention.partial import (
 )
 from memo_sim.program.ir.builder import Rows, TemplateBuilder, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Families, Family, Lane
-from memo_sim.program.ir.kinds import FamilyKind
+from memo_sim.program.ir.kinds import FamilyKind, Phase
 from memo_sim.program.ir.work import Attention
 from memo_sim.program.layout.partition import partition
 from memo_sim.program.layout.shape import Shape
@@ -59,6 +60,8 @@ BEHIND = "behind.d_kv"
 """Start of the names of buffers that receive gradients of these rows from stages that compute later rows
 (``pipeline/helper_stage.py``)."""
 KEY_PART, MERGE = "attn.before", "attn.merge"
+SEEN = "kv.seen"
+"""Keys of a window, of several sequences; recompute has its own, which die long before backward's."""
 
 
 def families(decisions: Decisions, shape: Shape, count: int) -> list[Family]:
@@ -111,9 +114,9 @@ def split(builder: TemplateBuilder, shape: Shape, packed: Rows, suffix: str, *, 
 def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
     """Write attention forward: reads slots ``q`` and ``prefix.kv``, writes ``attn`` and ``lse``."""
     builder.cut()
-    own_square(builder, decisions, shape, _seen(shape))
+    own_square(builder, decisions, shape, _seen(builder, decisions, shape))
     if shape.start and not shape.window:
-        before = _calls(decisions, [(0, Rows(KV, 0, shape.start))])
+        before = calls(decisions, [(0, Rows(KV, 0, shape.start))])
         longest = max(rows.tokens for _, rows in before)
         for number, (_, rows) in enumerate(before):
             part = Part(rows, suffix=f".k{number}" if len(before) > 1 else "")
@@ -145,7 +148,7 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
         _windowed_backward(builder, decisions, shape)
         return
     ((_, mine),) = sums_of(shape, shape.start, shape.tokens)
-    earlier = _calls(decisions, sums_of(shape, 0, shape.start))
+    earlier = calls(decisions, sums_of(shape, 0, shape.start))
     longest = max((rows.tokens for _, rows in earlier), default=0)
     dtype = SUM_DTYPE if earlier else decisions.dtype
     d_q = builder.own("d_q", BufferClass.TRANSIENT, dtype, shape.tokens, shape.q_width)
@@ -181,7 +184,7 @@ def own_square_backward(  # noqa: PLR0917 - the context, and where both gradient
     sum_into(builder, decisions, shape, "", written, into)
 
 
-def _calls(decisions: Decisions, earlier: list[tuple[int, Rows]]) -> list[tuple[int, Rows]]:
+def calls(decisions: Decisions, earlier: list[tuple[int, Rows]]) -> list[tuple[int, Rows]]:
     """Return runs of earlier rows of the KV cache as one call each reads them: cut where subsequences end.
 
     A run is its first row of the cache and rows of a buffer. Of a micro-batch of one sequence a run is one call.
@@ -197,18 +200,50 @@ def _calls(decisions: Decisions, earlier: list[tuple[int, Rows]]) -> list[tuple[
     ]
 
 
+def rows_before(decisions: Decisions, shape: Shape, sequence: int, count: int) -> list[Rows]:
+    """Return the rows of the KV cache that have a sequence's last ``count`` tokens before a subsequence, in order.
+
+    Of a micro-batch of one sequence they lie side by side. Of several, they are in the earlier subsequences.
+    """
+    sequences = decisions.micro_batch
+    if sequences == 1:
+        return [Rows(KV, shape.start - count, count)] if count else []
+    found, left, end = list[Rows](), count, shape.start
+    sizes = [decisions.layout.ulysses * rows for rows in partition(decisions)]
+    for begun, rows in reversed(list(zip((0, *accumulate(sizes)), sizes, strict=False))):
+        if begun >= end or not left:
+            continue
+        length = rows // sequences
+        taken = min(left, length)
+        found.append(Rows(KV, begun + (sequence + 1) * length - taken, taken))
+        left -= taken
+    return found[::-1]
+
+
 def _windowed_backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
     """Write ``backward`` with a window: one call, whose gradients of keys begin a sum or are added to it."""
-    keys, end = _seen(shape), shape.start + shape.tokens
+    keys = _seen(builder, decisions, shape)
     queries = builder.all(builder.own("d_q", BufferClass.TRANSIENT, decisions.dtype, shape.tokens, shape.q_width))
     builder.own(ASIDE, BufferClass.TRANSIENT, decisions.dtype, keys.tokens, 2 * shape.kv_width)
     work = attention_work(decisions, shape, shape.tokens, keys.tokens, "causal", backward=True, window=shape.window)
     _own_call_backward(builder, decisions, work, keys, queries, builder.all(ASIDE))
-    reached = end if _last(shape) else max(keys.first, end + 1 - shape.window)
-    for number, (first, rows) in enumerate(sums_of(shape, keys.first, reached - keys.first)):
-        put(builder, f"d_kv.put{number or ''}", Rows(ASIDE, first - keys.first, rows.tokens), rows)
-    for number, (first, rows) in enumerate(sums_of(shape, reached, end - reached)):
-        add(builder, decisions, f"d_kv.add{number or ''}", Rows(ASIDE, first - keys.first, rows.tokens), rows)
+    puts, adds = list[tuple[int, Rows]](), list[tuple[int, Rows]]()
+    at = 0
+    for pieces in _windows_of_sequences(decisions, shape):
+        # A later subsequence reached a sequence's last keys, and began their sums.
+        old = 0 if is_last(shape) else shape.window - 1
+        left = max(0, sum(rows.tokens for rows in pieces) - old)
+        for rows in pieces:
+            new = min(left, rows.tokens)
+            left -= new
+            puts += [(at + first - rows.first, sums) for first, sums in sums_of(shape, rows.first, new)]
+            begun, more = rows.first + new, rows.tokens - new
+            adds += [(at + first - rows.first, sums) for first, sums in sums_of(shape, begun, more)]
+            at += rows.tokens
+    for number, (first, rows) in enumerate(puts):
+        put(builder, f"d_kv.put{number or ''}", Rows(ASIDE, first, rows.tokens), rows)
+    for number, (first, rows) in enumerate(adds):
+        add(builder, decisions, f"d_kv.add{number or ''}", Rows(ASIDE, first, rows.tokens), rows)
     ((_, mine),) = sums_of(shape, shape.start, shape.tokens)
     attention_part.join(builder, "qkv.join", queries, mine, builder.all("d_qkv"))
 
@@ -233,20 +268,58 @@ def _own_call_backward(  # noqa: PLR0917 - the context, the keys, and both gradi
     )
 
 
-def _seen(shape: Shape) -> Rows:
-    """Return the rows of the KV cache that one call reads: the subsequence's own, and a window's before them."""
-    before = min(shape.start, shape.window - 1) if shape.window else 0
-    return Rows(KV, shape.start - before, before + shape.tokens)
+def _windows_of_sequences(decisions: Decisions, shape: Shape) -> list[list[Rows]]:
+    """Return the rows of the KV cache whose keys each sequence's queries see: a window's before, and their own."""
+    sequences = decisions.micro_batch
+    length, before = shape.tokens // sequences, min(shape.start // sequences, shape.window - 1)
+    return [
+        _side_by_side(
+            [*rows_before(decisions, shape, n, before), Rows(KV, shape.start + n * length, length)],
+        )
+        for n in range(sequences)
+    ]
 
 
-def _last(shape: Shape) -> bool:
+def _side_by_side(pieces: list[Rows]) -> list[Rows]:
+    """Return rows of one buffer with neighbours joined."""
+    found = list[Rows]()
+    for rows in pieces:
+        if found and found[-1].first + found[-1].tokens == rows.first:
+            found[-1] = Rows(rows.slot, found[-1].first, found[-1].tokens + rows.tokens)
+        else:
+            found.append(rows)
+    return found
+
+
+def _seen(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> Rows:
+    """Return the keys that one call reads: the subsequence's own, and with a window those before them.
+
+    Of several sequences, a window's keys are copied first: the keys of one sequence lie apart in the KV cache.
+    """
+    if not shape.window:
+        return Rows(KV, shape.start, shape.tokens)
+    windows = _windows_of_sequences(decisions, shape)
+    if len(windows) == 1:
+        return windows[0][0]
+    slot = f"{SEEN}.rec" if builder.phase is Phase.RECOMPUTE else SEEN
+    tokens = sum(rows.tokens for pieces in windows for rows in pieces)
+    builder.own(slot, BufferClass.TRANSIENT, decisions.dtype, tokens, shape.cache_width)
+    at, again = 0, ".bwd" if builder.phase is Phase.BACKWARD else ""
+    for sequence, pieces in enumerate(windows):
+        for number, rows in enumerate(pieces):
+            put(builder, f"kv.seen.q{sequence}.{number}{again}", rows, Rows(slot, at, rows.tokens))
+            at += rows.tokens
+    return builder.all(slot)
+
+
+def is_last(shape: Shape) -> bool:
     """Return whether no later subsequence attends to these rows; backward begins with this subsequence."""
     return shape.start + shape.tokens == shape.kv_cache_tokens
 
 
 def is_direct(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> bool:
     """Return whether kernels write gradients of keys and values straight to the sums: first term, and same dtype."""
-    return _last(shape) and builder.dtype(sums_of(shape)[0][1].slot) == decisions.dtype
+    return is_last(shape) and builder.dtype(sums_of(shape)[0][1].slot) == decisions.dtype
 
 
 def _written(builder: TemplateBuilder, decisions: Decisions, shape: Shape, into: Rows) -> Rows:
@@ -260,7 +333,7 @@ def sum_into(  # noqa: PLR0917 - the context, and both buffers
     """Move what a kernel wrote to a buffer of its own into the sums: copy the first term, add the others."""
     if written == into:
         return
-    if _last(shape):
+    if is_last(shape):
         put(builder, f"d_kv.put{name}", written, into)
     else:
         add(builder, decisions, f"d_kv.add{name}", written, into)

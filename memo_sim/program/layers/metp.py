@@ -19,6 +19,9 @@ Products hide the last exchanges too:
     last reduction               product of the input's gradient
     first broadcast              norm before attention
 
+The MLP may run in row blocks: each step loops over them, so that T, D and their gradients have room for one block.
+Attention may run in chunks of tokens, part by part (``metp_chunks.py``).
+
 Memory is allocated in program order. A buffer that is born after an exchange waits for it, if another buffer dies in
 that exchange.
 
@@ -32,6 +35,7 @@ weights, keys and values runs on the compute lane, and no kernel runs beside it;
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from msgspec.structs import replace
@@ -41,24 +45,27 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.attention import attention, ring
 from memo_sim.program.attention.ring import DOUBLE_BUFFER_SLOTS
-from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
+from memo_sim.program.ir.builder import Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane
 from memo_sim.program.ir.kinds import Phase
-from memo_sim.program.ir.work import Collective, Exchange, Gemm, Rowwise
+from memo_sim.program.ir.work import Collective, Exchange, Rowwise
+from memo_sim.program.layers.metp_chunks import ChunkedPart
+from memo_sim.program.layers.metp_operators import MetpWriter
 from memo_sim.program.layers.metp_weights import Bundle, attention_bundle, ffn_bundle
+from memo_sim.program.layout.attention_chunks import in_chunks
 from memo_sim.program.layout.parameters import Block
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.skeletal import Fate, Skeletal, norm_statistics
 from memo_sim.program.operators import norms
 from memo_sim.program.operators import workspaces as table
-from memo_sim.program.operators.operators import OperatorWriter, RowBlock
+from memo_sim.program.operators.operators import RowBlock
 from memo_sim.program.operators.positions import positions, positions_backward
 
 GRAD_DTYPE: Literal["fp32"] = "fp32"
 """Dtype of gradient sums."""
 
 
-class MetpLayer(OperatorWriter):
+class MetpLayer(MetpWriter):
     """Writes one layer under METP; slots are those of ``LayerWriter``, skeletal tensors those of ``metp_tensors``."""
 
     def __init__(self, builder: TemplateBuilder, decisions: Decisions, shape: Shape, block: Block) -> None:
@@ -67,35 +74,22 @@ class MetpLayer(OperatorWriter):
         self.inside = replace(shape, cp=shape.metp, ring="metp")
         """Sizes of one part of the heads; its keys and values pass round the ring."""
         self.ffn, self.attn = ffn_bundle(block), attention_bundle(block)
-        self.source: tuple[Bundle, int, int] | None = None
-        """The weights that operators use: a bundle, the step of its weights, and the step of its gradient sums.
-
-        None for this rank's own weights.
-        """
+        self.chunked = in_chunks(decisions)
+        self.mlp_rows = min(decisions.mlp_chunk_tokens or shape.tokens, shape.tokens)
+        """Rows of a buffer inside the MLP."""
         self.up_width = 2 * shape.ffn if self.model.gated else shape.ffn
-
-    def param(self, name: str) -> Access | None:
-        """Return a parameter as an operand that is read: this rank's own, or the received one of a step."""
-        if self.source and (found := self.source[0].held(name)):
-            return reads(Rows(self.source[0].buffer(self.source[1]), *found))
-        return super().param(name)
-
-    def grad(self, name: str) -> Access | None:
-        """Return a gradient as an operand that is added to: this rank's own, or the sum of a step."""
-        if self.source and (found := self.source[0].held(name)):
-            return accumulates(Rows(self.source[0].buffer(self.source[2], sums=True), *found))
-        return super().grad(name)
 
     def forward(self, blocks: list[RowBlock], out: str) -> None:
         """Write the whole forward; only the projection runs in row blocks, because recompute repeats it."""
-        self._attend(blocks)
+        self._attend(blocks, store=False)
         self._whole_norm("norm2", "resid")
         for step in range(self.ranks):
             self._pass_weights(step)
             self._at(self.ffn, step)
-            self._activated()
-            act, out_rows = self._all("act"), self._owned("down_out")
-            self._sum_linear("ffn_down", act, out_rows, self.shape.hidden, self.shape.ffn, step)
+            for block in self._mlp_blocks():
+                act = self._activated(block)
+                out_rows = Rows(self._owned("down_out").slot, *block)
+                self.sum_linear("ffn_down", act, out_rows, self.shape.hidden, self.shape.ffn, step)
         self._use_own_weights()
         whole = (0, self.shape.tokens)
         self.residual("out_add", "resid", self._all("down_out"), out=out, rows=whole, bias="ffn_down.bias")
@@ -106,7 +100,7 @@ class MetpLayer(OperatorWriter):
         For a row block, the norms that are kept are recomputed too.
         """
         if whole:
-            self._attend([rows])
+            self._attend([rows], store=True)
             return
         at = f".r{index}"
         self._kept_norm("norm1", "x", rows, at)
@@ -123,12 +117,19 @@ class MetpLayer(OperatorWriter):
         self._mlp_backward(grad_out)
         self._attention_backward(grad_in)
 
-    def _attend(self, blocks: list[RowBlock]) -> None:
-        """Write the attention half of the forward, up to the residual."""
+    def _attend(self, blocks: list[RowBlock], *, store: bool) -> None:
+        """Write the attention half of the forward, up to the residual.
+
+        ``store``: chunks of attention store what backward reads on the host.
+        """
         self._broadcast(0)
-        self._whole_norm("norm1", "x")
+        if not self.chunked:
+            self._whole_norm("norm1", "x")
         for part in range(self.ranks):
             self._fetch(part)
+            if self.chunked:
+                self._chunks(part).attend(store=store)
+                continue
             self._heads(part)
             attention.forward(self._part(part), self.decisions, self.inside)
             self._project(part, blocks, "")
@@ -152,7 +153,7 @@ class MetpLayer(OperatorWriter):
         for i, rows in enumerate(blocks):
             self.suffix = f".g{part}" + (suffix or (f".r{i}" if len(blocks) > 1 else ""))
             attended = Rows(f"attn.g{part}", *rows)
-            self._sum_linear("proj", attended, Rows(product, *rows), shape.hidden, shape.q_width, part)
+            self.sum_linear("proj", attended, Rows(product, *rows), shape.hidden, shape.q_width, part)
         self.suffix = ""
 
     def _add_projection(self, rows: RowBlock, suffix: str) -> None:
@@ -160,15 +161,23 @@ class MetpLayer(OperatorWriter):
         self.residual("resid_add", "x", Rows("proj_out", *rows), out="resid", rows=rows, bias="proj.bias")
         self.suffix = ""
 
-    def _activated(self) -> None:
-        """Write the first product and the activation for the features of the current weights."""
-        shape, at = self.shape, self._step_suffix
-        up, act = self.own("up", shape.tokens, self.up_width), self.own("act", shape.tokens, shape.ffn)
-        self.suffix = at
-        self.linear("ffn_up", self._all("norm2"), self._all(up), self.up_width, shape.hidden)
-        op, tokens = self._activation, shape.tokens
-        x, out = reads(self._all(up)), writes(self._all(act))
+    def _mlp_blocks(self) -> Iterator[RowBlock]:
+        """Yield the MLP's row blocks; operators have the suffix of a block while it is written."""
+        of_the_step, rows = self.suffix, self.mlp_rows
+        for number, first in enumerate(range(0, self.shape.tokens, rows)):
+            self.suffix = of_the_step + (f".b{number}" if rows < self.shape.tokens else "")
+            yield first, min(rows, self.shape.tokens - first)
+        self.suffix = of_the_step
+
+    def _activated(self, block: RowBlock) -> Rows:
+        """Write first product and activation of a row block for the current weights' features; return its rows."""
+        shape, tokens = self.shape, block[1]
+        up = Rows(self.own("up", self.mlp_rows, self.up_width), 0, tokens)
+        act = Rows(self.own("act", self.mlp_rows, shape.ffn), 0, tokens)
+        self.linear("ffn_up", Rows("norm2", *block), up, self.up_width, shape.hidden)
+        op, x, out = self._activation, reads(up), writes(act)
         self.memory_bound("act", op, tokens, self.up_width, shape.ffn, features=shape.ffn, x=x, out=out)
+        return act
 
     @property
     def _activation(self) -> str:
@@ -176,45 +185,54 @@ class MetpLayer(OperatorWriter):
 
     def _mlp_backward(self, grad_out: str) -> None:
         """Write the MLP's backward to ``d_resid``."""
-        shape, hidden, tokens = self.shape, self.shape.hidden, self.shape.tokens
         if not self.shape.keep_norms:
             self._whole_norm("norm2", "resid", again=True)
-        upstream = self.builder.all(grad_out)
-        d_act, d_up, d_norm = (
-            self._owned("d_act", shape.ffn),
-            self._owned("d_up", self.up_width),
-            self._owned("d_norm2"),
-        )
+        for slot, width in (("d_act", self.shape.ffn), ("d_up", self.up_width)):
+            self.own(slot, self.mlp_rows, width)
+        self._owned("d_norm2")
         for step in range(self.ranks):
             self._pass_weights(step)
             self._at(self.ffn, step)
-            self._activated()
-            self.dgrad("ffn_down", upstream, d_act, shape.ffn, hidden)
-            read, grad, x = shape.ffn + self.up_width, reads(d_act), reads(self._all("up"))
-            op, into = f"{self._activation}.bwd", writes(d_up)
-            self.memory_bound(
-                "act.bwd", op, tokens, read, self.up_width, features=shape.ffn, grad=grad, x=x, grad_x=into
-            )
-            last = step == self.ranks - 1
-            if not last:
-                self._sum_dgrad("ffn_up", d_up, d_norm, hidden, self.up_width, step)
-            if step == 1:
-                self._clear(self.ffn, step)
-            self.wgrad("ffn_down", upstream, self._all("act"), hidden, shape.ffn)
-            self.wgrad("ffn_up", d_up, self._all("norm2"), self.up_width, hidden)
-            self.bgrad("ffn_up", d_up, self.up_width)
-            if step:
-                self._pass_sums(step)
-            if last:
-                self._sum_dgrad("ffn_up", d_up, d_norm, hidden, self.up_width, step)
+            for block in self._mlp_blocks():
+                self._mlp_block_backward(grad_out, block, step)
         self._use_own_weights()
         self._broadcast(0)
-        self.bgrad("ffn_down", upstream, hidden)
+        self.bgrad("ffn_down", self.builder.all(grad_out), self.shape.hidden)
         self._norm_backward("norm2", "resid", residual_grad=grad_out, out=self._owned("d_resid").slot)
+
+    def _mlp_block_backward(self, grad_out: str, block: RowBlock, step: int) -> None:
+        """Write the backward of the MLP's row ``block`` for the features of a step's weights, to ``d_norm2``.
+
+        Behind the weight gradients of the step's last block, their sums go to the next rank.
+        """
+        shape, hidden, (first, tokens) = self.shape, self.shape.hidden, block
+        upstream, normed, d_norm = (Rows(slot, *block) for slot in (grad_out, "norm2", "d_norm2"))
+        act = self._activated(block)
+        d_act, d_up, up = (Rows(slot, 0, tokens) for slot in ("d_act", "d_up", "up"))
+        self.dgrad("ffn_down", upstream, d_act, shape.ffn, hidden)
+        read, grad, x = shape.ffn + self.up_width, reads(d_act), reads(up)
+        op, into = f"{self._activation}.bwd", writes(d_up)
+        self.memory_bound("act.bwd", op, tokens, read, self.up_width, features=shape.ffn, grad=grad, x=x, grad_x=into)
+        last_block = first + tokens == shape.tokens
+        hides = last_block and step == self.ranks - 1  # the input's gradient stands behind the last hop of the sums
+        if not hides:
+            self.sum_dgrad("ffn_up", d_up, d_norm, hidden, self.up_width, step)
+        if step == 1 and not first:
+            self._clear(self.ffn, step)
+        self.wgrad("ffn_down", upstream, act, hidden, shape.ffn)
+        self.wgrad("ffn_up", d_up, normed, self.up_width, hidden)
+        self.bgrad("ffn_up", d_up, self.up_width)
+        if step and last_block:
+            self._pass_sums(step)
+        if hides:
+            self.sum_dgrad("ffn_up", d_up, d_norm, hidden, self.up_width, step)
 
     def _attention_backward(self, grad_in: str) -> None:
         """Write attention's backward from ``d_resid``."""
         shape, hidden, upstream = self.shape, self.shape.hidden, self._all("d_resid")
+        if self.chunked:
+            self._chunked_backward(grad_in)
+            return
         if not self.builder.has("norm1"):
             self._whole_norm("norm1", "x", again=True)
         self.bgrad("proj", upstream, hidden)
@@ -237,11 +255,26 @@ class MetpLayer(OperatorWriter):
             last = part == self.ranks - 1  # the next part hides all other reductions
             if last:
                 self._reduce(part)
-            self._sum_dgrad("qkv", d_qkv, d_norm, hidden, shape.qkv_width, part)
+            self.sum_dgrad("qkv", d_qkv, d_norm, hidden, shape.qkv_width, part)
             if not last:
                 self._reduce(part)
         self._use_own_weights()
         self._norm_backward("norm1", "x", residual_grad="d_resid", out=grad_in)
+
+    def _chunked_backward(self, grad_in: str) -> None:
+        """Write the backward of attention in chunks from ``d_resid``."""
+        self.bgrad("proj", self._all("d_resid"), self.shape.hidden)
+        for part in range(self.ranks):
+            self._fetch(part)
+            if not part:
+                self._add_returned_sums()
+            self._clear(self.attn, part)
+            self._chunks(part).backward(grad_in)
+        self._use_own_weights()
+
+    def _chunks(self, part: int) -> ChunkedPart:
+        """Return what writes a part of the heads in chunks, with the weights that operators use."""
+        return ChunkedPart(self, self.inside, part, lambda: self._reduce(part))
 
     def _whole_norm(self, which: str, source: str, *, again: bool = False) -> None:
         """Write a norm of all rows into buffers of the template; ``again``: as recompute."""
@@ -282,24 +315,6 @@ class MetpLayer(OperatorWriter):
             grad_bias=self.grad(f"{norm}.bias"),
         )
 
-    def _sum_linear(self, name: str, x: Rows, out: Rows, n: int, k: int, step: int) -> None:  # noqa: PLR0917
-        """Emit a product: the first one of a sum is written, the others are added."""
-        if not step:
-            self.linear(name, x, out, n, k, bias=False)
-            return
-        work, weight = Gemm(out.tokens, n, k, "fprop", self.decisions.dtype), self.param(f"{name}.weight")
-        operands = {"x": reads(x), "weight": weight, "out": accumulates(out)}
-        self.builder.emit(name + self.suffix, "linear.add", Lane.COMPUTE, work, **operands)
-
-    def _sum_dgrad(self, name: str, grad: Rows, out: Rows, n: int, k: int, step: int) -> None:  # noqa: PLR0917
-        """Emit an input's gradient: the first one of a sum is written, the others are added."""
-        if not step:
-            self.dgrad(name, grad, out, n, k)
-            return
-        work, weight = Gemm(out.tokens, n, k, "dgrad", self.decisions.dtype), self.param(f"{name}.weight")
-        operands = {"grad": reads(grad), "weight": weight, "out": accumulates(out)}
-        self.builder.emit(f"{name}.dgrad{self.suffix}", "linear.dgrad.add", Lane.COMPUTE, work, **operands)
-
     def _all(self, slot: str) -> Rows:
         return self.builder.all(slot)
 
@@ -314,7 +329,7 @@ class MetpLayer(OperatorWriter):
     def _at(self, bundle: Bundle, step: int) -> None:
         """Make operators use the weights of a step of the ring; at step 0 these are this rank's own."""
         self.source = (bundle, step, step) if step else None
-        self.suffix = self._step_suffix = f".t{step}"
+        self.suffix = f".t{step}"
 
     def _use_own_weights(self) -> None:
         """Make operators use this rank's own weights."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memo_sim.contract.plan import Decisions
+from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import TemplateBuilder, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Families, Family, Lane
 from memo_sim.program.ir.kinds import FamilyKind
@@ -80,6 +81,13 @@ class DeferredWeightGradients:
             ("d_resid", shape.shard_tokens, shape.hidden),
             ("d_up", shape.tokens, up),
         ]
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes that the W pass of a layer reads, without the gradient of its output."""
+        size = DTYPE_BYTES[self.decisions.dtype]
+        gradients = sum(rows * width * size for _, rows, width in self._gradients)
+        return gradients + sum(tensor.bytes for tensor in self._inputs)
 
     def families(self) -> list[Family]:
         """Return the buffers in which inputs and gradients wait."""

@@ -13,17 +13,20 @@ Of a micro-batch of several sequences, a chunk has these tokens of every sequenc
 from __future__ import annotations
 
 from memo_sim.contract.errors import Infeasible
-from memo_sim.contract.plan import Decisions
+from memo_sim.contract.plan import Decisions, Layout
 
 MOST_CHUNKS = 64
 """Upper limit. Every chunk of queries attends to every earlier chunk of keys, so the number of calls grows with its
 square: more chunks make programs of millions of instructions."""
 
 
-def most_chunks(ring: int) -> int:
-    """Return the most chunks beside a ring of ``ring`` ranks: no more calls than ``MOST_CHUNKS`` have without one."""
-    calls = MOST_CHUNKS * (MOST_CHUNKS + 1)
-    return max(n for n in range(1, MOST_CHUNKS + 1) if n * (n + 1) * ring <= calls)
+def most_chunks(layout: Layout) -> int:
+    """Return the most chunks that a layout allows: no more calls than ``MOST_CHUNKS`` have on one rank.
+
+    Every pair of chunks has a call for each rank of a ring, and under METP for each of its parts of the heads.
+    """
+    calls, each = MOST_CHUNKS * (MOST_CHUNKS + 1), layout.ring * layout.metp
+    return max((n for n in range(1, MOST_CHUNKS + 1) if n * (n + 1) * each <= calls), default=1)
 
 
 def attention_chunks(decisions: Decisions) -> list[tuple[int, int]]:
@@ -51,18 +54,19 @@ def in_chunks(decisions: Decisions) -> bool:
 def check_attention_chunks(decisions: Decisions) -> None:
     """Reject chunks that do not end at row blocks, and too many of them.
 
-    Beside a ring every pair of chunks has a call for each of its ranks, so there may be fewer chunks.
-
     Raises:
         Infeasible: with the chunks that are allowed.
     """
     if not in_chunks(decisions):
         return
-    most = most_chunks(decisions.layout.ring)
+    most = most_chunks(decisions.layout)
     chunk, tokens = decisions.attention_chunk_tokens, decisions.seq_tokens
     granule = decisions.swap_granule * ranks_of_a_chunk(decisions)
     if chunk % granule or chunk * most < tokens:
-        beside = f" beside a ring of {decisions.layout.ring} ranks" if decisions.layout.ring > 1 else ""
+        layout = decisions.layout
+        beside = f" beside a ring of {layout.ring} ranks" if layout.ring > 1 else ""
+        if layout.metp > 1:
+            beside = f" under METP on {layout.metp} ranks"
         raise Infeasible(
             f"chunks of attention have to be multiples of {granule} tokens, {most} of them at most{beside}",
             where="decisions.attention_chunk_tokens",

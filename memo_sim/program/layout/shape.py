@@ -389,6 +389,8 @@ def _degree_divides(what: str, value: int, by: str, degree: int, more: str = "")
 
     ``more`` ends the hint.
     """
+    if value % degree == 0:
+        return
     fewer = [str(each) for each in range(degree - 1, 0, -1) if value % each == 0][:DEGREES_NAMED]
     _divides(what, value, by, degree, hint=f"{by} = {' or '.join(fewer)} divides {what}{more}")
 

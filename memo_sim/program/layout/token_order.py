@@ -165,7 +165,8 @@ def _divided(decisions: Decisions) -> list[tuple[int, int]]:
     if decisions.layout.subsequences == 1:
         return [(0, decisions.seq_tokens)]
     ranks, parts = decisions.layout.ulysses * decisions.layout.ring, partition(decisions)
-    return [(first * ranks, rows * ranks) for first, rows in zip((0, *accumulate(parts)), parts, strict=False)]
+    lengths = [rows * ranks // decisions.micro_batch for rows in parts]
+    return list(zip((0, *accumulate(lengths)), lengths, strict=False))
 
 
 def _in_parts(decisions: Decisions) -> list[Run]:

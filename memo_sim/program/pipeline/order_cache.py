@@ -1,6 +1,6 @@
 """Cache of stage orders, shared by plans that differ only in their number of swapped tokens.
 
-A search plays one deep pipeline at several alphas. Between two alphas, the templates have other rows, but the same
+A search plays one layout at several alphas. Between two alphas, the templates have other rows, but the same
 names and slots, and the instances are equal. Placing them takes most of a lowering's time.
 
       pp 64, alpha .5   placed     pp 64, alpha .6   cached     pp 64, alpha 0   placed (no template copies rows)
@@ -26,12 +26,10 @@ _kept: OrderedDict[Hashable, dict[Hashable, Placed]] = OrderedDict()
 def cached_orders(parts: StageParts) -> dict[Hashable, Placed] | None:
     """Return the orders of stages that were placed for plans like this one, by ``order_key``; the caller adds to them.
 
-    None where plans are not cached: without pipeline stages a placement is short, and each subsequence may swap another
-    number of tokens.
+    None where plans are not cached: each subsequence may swap another number of tokens.
     """
     decisions, shape = parts.decisions, parts.shape
-    layout = decisions.layout
-    if layout.pp == 1 or layout.subsequences > 1:
+    if decisions.layout.subsequences > 1:
         return None
     ranks = shape.cp_rank, shape.ulysses_rank, shape.tp_rank
     key = replace(decisions, swapped_tokens=0), parts.micro_batches, ranks
@@ -49,7 +47,7 @@ def order_key(parts: StageParts, families: list[Family], templates: list[Templat
     """
     bound = tuple((f.name, f.count, f.kind, f.layer_kind) for f in families)
     placed = tuple((t.name, t.kind, t.slots) for t in templates)
-    return parts.stage.index, rounding, bound, placed
+    return parts.stage.index, parts.with_end, rounding, bound, placed
 
 
 def forget() -> None:

@@ -9,7 +9,8 @@ placed in waves (``wave_order.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from itertools import accumulate
 from operator import itemgetter
 
 from memo_sim.program.data_parallel.sharding import NOTHING, Placed
@@ -127,6 +128,26 @@ class StageOrder:
             self._place("totals", "step/totals", 0)
         for kind, place, layer in trained:
             self._place(f"{kind}.update", place, 0, layer)
+
+    def place_apart(self, slices: Iterable[range]) -> list[int]:
+        """Place some of the passes in place of the whole step, without transfers and what ``Sharding.around`` adds.
+
+        Return the number of each slice's first instance.
+        """
+        self._around = {}
+        starts, first_instances = [0, *accumulate(map(len, self._layer_passes))], list[int]()
+        for numbers in slices:
+            first_instances.append(len(self.instances))
+            for number in numbers:
+                self._played = starts[number]
+                self._place_pass(self._parts.passes[number], self._layer_passes[number])
+        return first_instances
+
+    def copies_of(self, number: int) -> Iterator[tuple[bool, tuple[LayerPass, ...]]]:
+        """Yield for each layer pass of a pass whether its activations are swapped, and what is prefetched behind it."""
+        first = sum(map(len, self._layer_passes[:number]))
+        for at, each in enumerate(self._layer_passes[number], first):
+            yield each.key in self._swaps.swapped, tuple(self._swaps.prefetch_after.get(at, ()))
 
     def begin(self, each: Pass) -> None:
         """Begin a pass with the gathers and copies of its received input."""

@@ -30,7 +30,7 @@ def stage_program(
     the last pass is part of it.
     """
     parts = parts_of(decisions, shape, stage, micro_batches, made, with_end=with_end)
-    families, templates, slots = _written(parts)
+    families, templates, slots = written(parts)
     instances, first_instances = _placed(parts, families, templates, slots)
     return Program(
         stage=stage.name,
@@ -46,7 +46,7 @@ def stage_templates(
     decisions: Decisions, shape: Shape, stage: Stage, micro_batches: int, *, made: Made
 ) -> tuple[tuple[Family, ...], tuple[Template, ...]]:
     """Return the families and templates of ``stage_program`` alone; its instances take most of its time."""
-    families, templates, _ = _written(parts_of(decisions, shape, stage, micro_batches, made))
+    families, templates, _ = written(parts_of(decisions, shape, stage, micro_batches, made))
     return tuple(families.all.values()), tuple(templates.all)
 
 
@@ -64,7 +64,7 @@ def _placed(parts: StageParts, families: StageFamilies, templates: StageTemplate
     return placed
 
 
-def _written(parts: StageParts) -> tuple[StageFamilies, StageTemplates, dict[Key, int]]:
+def written(parts: StageParts) -> tuple[StageFamilies, StageTemplates, dict[Key, int]]:
     """Return the families and templates, and the rounding buffer of each layer's activations."""
     slots = {}
     if parts.subsequences[0].activations.rounding:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memo_sim.program.ir.work import Attention, Exchange, WindowedAttention
 from memo_sim.program.verify.value_call import Call
@@ -12,6 +12,7 @@ from memo_sim.program.verify.value_rows import Held, Value, add_range
 from memo_sim.program.verify.value_terms import (
     FROM_LATE,
     FROM_NEXT,
+    FROM_PART,
     OTHERS,
     OWN,
     WINDOW,
@@ -24,6 +25,10 @@ from memo_sim.program.verify.value_terms import (
     joined,
     keys_needed,
     part_at,
+    place_of,
+    positions_of,
+    rows_of,
+    sequence_starts,
     shown,
     whole,
     window_of,
@@ -35,6 +40,8 @@ if TYPE_CHECKING:
 
 HALVES = "halves"
 """Mark of keys, and of their gradients, whose early halves of all sequences come first."""
+SEQUENCES = "sequences"
+"""Mark of keys of all ranks, and of their gradients, where all ranks' rows of one sequence come before the next's."""
 
 
 # Calls
@@ -76,8 +83,7 @@ def _keys(  # noqa: PLR0911 - one return per kind of keys
         return frozenset({OWN}), queries, row
     if queries is not None and window:
         good = _windows_keys(call, queries, row, tokens, window)
-        first = row if v.layout.ring > 1 else max(0, row + 1 - window)
-        return (frozenset({WINDOW}) if good else None), queries, first
+        return (frozenset({WINDOW}) if good else None), queries, row
     rows = call.rows("kv")
     value, first = rows[0].value, rows[0].row
     if any(each.value is None for each in rows) or value is None:
@@ -102,41 +108,69 @@ def _keys(  # noqa: PLR0911 - one return per kind of keys
             call.fault(f"a causal square of queries [{row}, {row + tokens}) and keys [{first}, {end})")
         if v.divided_parts:
             return _parts_keys(call, 0, first, end), value, first
+        _check_one_part(call, first, end)
         return Spans((), (first, end)) if work.mask == "causal" else Spans(((first, end),)), value, first
     return _ranks_keys(call, value, first, end), value, first
 
 
 def _windows_keys(call: Call, queries: Value, row: int, tokens: int, window: int) -> bool:
     """Check that keys are those of a call's queries and the ``window`` - 1 before them."""
-    v, before, half = call.values, window - 1, call.values.attended // 2
-    found: list[tuple[object, int, int]] = []
+    v = call.values
+    found: list[tuple[int, int, int]] = []
     for each in call.rows("kv"):
         if each.value is None:
             return False
         if each.value._replace(terms=None) != queries._replace(name="kv", terms=None):
             call.wrong("kv", each.value, each.row, f"the keys of {queries}")
             return False
-        shift = each.value.terms[1] if isinstance(each.value.terms, tuple) else None
-        if found and found[-1][0] == shift and found[-1][2] == each.row:
-            found[-1] = (shift, found[-1][1], each.row + each.end - each.first)
-        else:
-            found.append((shift, each.row, each.row + each.end - each.first))
-    ring, own = v.layout.ring, (0, row, row + tokens)
-    others: list[tuple[object, int, int]]
-    if ring == 1:
-        allowed: dict[int, list[tuple[object, int, int]]] = {0: [(None, max(0, row - before), row + tokens)]}
-    elif row == 0:
-        others = [(1, half - before, half), own] if before else [own]
-        allowed = {rank: others if rank else [own] for rank in range(ring)}
-    else:
-        others = [(ring - 1, 2 * half - before, 2 * half), own] if before else [own]
-        allowed = dict.fromkeys(range(ring - 1), others) | {ring - 1: [(0, half - before, row + tokens)]}
-    fits = {rank for rank in v.ring_ranks if allowed.get(rank) == found}
+        found.append((_hops(each.value), each.row, each.row + each.end - each.first))
+    allowed = _windows_of_ranks(v, row, tokens, window)
+    fits = {rank for rank in v.ring_ranks if allowed.get(rank) == _side_by_side(found)}
     if not fits:
         call.fault(f"kv has the keys {found} (hops, first row, end), which are no window of {window} of these queries")
         return False
     v.ring_ranks = fits
     return True
+
+
+def _hops(keys: Value) -> int:
+    """Return how many ranks away keys were computed."""
+    return keys.terms[1] if isinstance(keys.terms, tuple) else 0
+
+
+def _windows_of_ranks(v: Values, row: int, tokens: int, window: int) -> dict[int, list[tuple[int, int, int]]]:
+    """Return, by rank of the ring, the keys (hops, first row, end) that queries [row, row + tokens) see."""
+    before, ring, end = window - 1, v.layout.ring, row + tokens
+
+    def earlier(at: int) -> list[tuple[int, int, int]]:
+        """Return this rank's own keys right before row ``at``."""
+        place = place_of(v, at)
+        return [(0, *rows) for rows in rows_of(v, place.sequence, max(0, place.position - before), place.position)]
+
+    if ring == 1:
+        starts = sequence_starts(v, row, end)
+        pieces = [[*earlier(low), (0, low, high)] for low, high in starts]
+        return {0: _side_by_side([each for piece in pieces for each in piece])}
+    place = place_of(v, row)
+    chunk = (place.end - place.first) // 2
+    if tokens != chunk or row not in (place.first, place.first + chunk):
+        return {}
+    own = _side_by_side([*earlier(row), (0, row, end)])
+    late = row > place.first
+    others = [(ring - 1 if late else 1, end - before, end)] if before else []
+    alone = ring - 1 if late else 0
+    return {rank: own if rank == alone else [*others, (0, row, end)] for rank in range(ring)}
+
+
+def _side_by_side(keys: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Return keys (hops, first row, end) with neighbours joined."""
+    found: list[tuple[int, int, int]] = []
+    for hops, first, end in keys:
+        if found and found[-1][0] == hops and found[-1][2] == first:
+            found[-1] = (hops, found[-1][1], end)
+        else:
+            found.append((hops, first, end))
+    return found
 
 
 def _ranks_keys(call: Call, value: Value, first: int, end: int) -> frozenset[object]:
@@ -149,6 +183,8 @@ def _ranks_keys(call: Call, value: Value, first: int, end: int) -> frozenset[obj
         if value.terms[0] == "all":
             return _gathered_parts_keys(call, value.terms[1:], first, end)
         return _parts_keys(call, value.terms[1], first, end, halves=HALVES in value.terms)
+    if value.terms == "all" and v.decisions.micro_batch > 1 and end - first > half:
+        call.fault(f"gathered keys [{first}, {end}) mix the rows of several sequences")
     terms: set[object] = set()
     for n in range(first // half, -(-end // half)):
         if not first <= n * half <= (n + 1) * half <= end:
@@ -175,9 +211,17 @@ def _parts_keys(call: Call, hops: int, first: int, end: int, *, halves: bool = F
             call.fault(f"the causal square of keys [{first}, {end}) is not that of rows [{low}, {high})")
         return frozenset({("square", part)})
     found = _whole_halves(call, first, end)
+    _check_one_part(call, first, end)
     if len(found) == 1 and v.decisions.micro_batch > 1 and not halves:
         call.fault(f"keys [{first}, {end}) are no half of several sequences, which lie one after the other")
     return frozenset(("hop", hops, n) for n in found)
+
+
+def _check_one_part(call: Call, first: int, end: int) -> None:
+    """Check that keys of several sequences are of one subsequence: in two, those of a sequence lie apart."""
+    v = call.values
+    if v.decisions.micro_batch > 1 and place_of(v, first).part != place_of(v, end - 1).part:
+        call.fault(f"keys [{first}, {end}) are of several parts, in which the keys of a sequence lie apart")
 
 
 def _whole_halves(call: Call, first: int, end: int) -> set[int]:
@@ -189,13 +233,20 @@ def _whole_halves(call: Call, first: int, end: int) -> set[int]:
     return found
 
 
-def _gathered_parts_keys(call: Call, gathered: Sequence[int], first: int, end: int) -> frozenset[object]:
-    """Return the terms that rows [first, end) are, of rows ``gathered`` of all ranks: early halves, then late ones."""
-    v, (low, high) = call.values, gathered
+def _gathered_parts_keys(call: Call, gathered: Sequence[Any], first: int, end: int) -> frozenset[object]:
+    """Return the terms that rows [first, end) are, of rows ``gathered`` of all ranks: early halves, then late ones.
+
+    Of several sequences, a call reads all keys of a part, gathered by sequences, or one half of one rank's keys.
+    """
+    v, (low, high, *marks) = call.values, gathered
     ring, half = v.layout.ring, (high - low) // 2
-    if (first, end) == (0, ring * (high - low)):
+    several, everything = v.decisions.micro_batch > 1, (first, end) == (0, ring * (high - low))
+    one_part = (low, high) in v.divided_parts
+    if several and not (one_part and (SEQUENCES in marks if everything else HALVES in marks and end - first == half)):
+        call.fault(f"gathered keys [{first}, {end}) of rows [{low}, {high}) mix the rows of several sequences")
+    if everything:
         return frozenset(("rank", of, n) for of in range(ring) for n in _whole_halves(call, low, high))
-    if (low, high) not in v.divided_parts or first % half or end % half:
+    if not one_part or first % half or end % half:
         call.fault(f"gathered keys [{first}, {end}) are not whole halves of one part of what ranks divide")
     part = part_at(v, low)
     return frozenset(("rank", n % ring, 2 * part + n // ring) for n in range(first // half, end // half))
@@ -254,7 +305,8 @@ def _add(call: Call, part: str, into: str) -> None:
             for old in call.rows(into, at, given.end - given.first):
                 row = given.row + old.first - at
                 value = _sum(call, into, old, given.value, row)
-                call.put(into, old.first, old.end - old.first, value, old.row)
+                at_row = row if old.value is not None and old.value.name == "zero" else old.row
+                call.put(into, old.first, old.end - old.first, value, at_row)
 
 
 def _sum(  # noqa: PLR0911 - one return per kind of sum
@@ -358,7 +410,7 @@ def _gradient_of_keys(
     call: Call, keys: Value | None, terms: object, first: int, queries: list[tuple[int, int]], *, late: bool
 ) -> None:
     tokens, value = call.tokens("grad_kv"), None
-    if keys is not None and terms == {WINDOW} and call.values.layout.ring > 1:
+    if keys is not None and terms == {WINDOW}:
         _gradient_of_windows_keys(call, keys, queries)
         return
     if keys is not None and terms is not None:
@@ -371,8 +423,8 @@ def _gradient_of_keys(
                 made = (*keys.terms, part)
             else:
                 made = ("from", keys.terms[1], frozenset({keys.terms[1]}), part, *keys.terms[2:])
-        elif isinstance(terms, Spans) or terms == {WINDOW}:
-            made = terms if isinstance(terms, Spans) and terms.square else _spans(queries)
+        elif isinstance(terms, Spans):
+            made = terms if terms.square else _spans(queries)
         elif keys.terms == "all":
             made = "all"
         else:
@@ -383,20 +435,26 @@ def _gradient_of_keys(
 
 
 def _gradient_of_windows_keys(call: Call, keys: Value, queries: list[tuple[int, int]]) -> None:
-    """Write the gradients of a chunk's keys, and of those before them: another rank's, or the early chunk's."""
-    (row, _) = queries[0]
+    """Write the gradients of a window's keys: of the queries' own, and of those before them."""
+    v, (row, _) = call.values, queries[0]
     for first, end, value, at in call.rows("kv"):
         assert value is not None
-        assert isinstance(value.terms, tuple)
-        made: object = frozenset({WINDOW})
+        if v.layout.ring == 1:  # terms are of positions: rows of one sequence
+            for low, high in sequence_starts(v, at, at + end - first):
+                made = _spans(positions_of(v, queries, place_of(v, low).sequence))
+                call.put("grad_kv", first + low - at, high - low, keys._replace(name="d_kv", terms=made), low)
+            continue
+        terms: object = frozenset({WINDOW})
         low = first
-        if value.terms[1]:
-            made = ("before", value.terms[1])
-        elif at < row:  # the early chunk's keys, right before those of the late one
-            low = first + row - at
-            early = keys._replace(name="d_kv", terms=frozenset({FROM_LATE}))
+        if _hops(value):
+            terms = ("before", _hops(value))
+        elif at < row:  # keys of this rank, right before those of the queries
+            low = min(end, first + row - at)
+            before = FROM_LATE if place_of(v, row).first < row else FROM_PART
+            early = keys._replace(name="d_kv", terms=frozenset({before}))
             call.put("grad_kv", first, low - first, early, at)
-        call.put("grad_kv", low, end - low, keys._replace(name="d_kv", terms=made), at + low - first)
+        if low < end:
+            call.put("grad_kv", low, end - low, keys._replace(name="d_kv", terms=terms), at + low - first)
 
 
 def _spans(queries: list[tuple[int, int]]) -> Spans:
@@ -417,7 +475,11 @@ def pack(call: Call) -> None:
     rows = call.rows("qkv")
     wanted = inside(call.values, "qkv")
     value, first = rows[0].value, rows[0].row
-    part = value is not None and first > 0 and not window_of(call.values, value.layer)
+    window = 0 if value is None else window_of(call.values, value.layer)
+    part = first > 0 and not window
+    by_sequence = call.instruction.op == "kv.pack.sequence"
+    if by_sequence != (window > 0 and call.values.decisions.micro_batch > 1):
+        call.fault("a window's keys, and only these, are copied sequence by sequence")
     if len(rows) != 1 or value is None or value.name != wanted or part:
         if value is not None:
             call.wrong("qkv", value, first, f"all rows of {wanted}")
@@ -448,10 +510,14 @@ def gather_keys(call: Call) -> None:
     rows = call.rows("shard")
     value = rows[0].value
     if call.values.divided_parts:
-        known = len(rows) == 1 and value is not None and value.name == "kv" and value.terms is None
+        packed = call.values.decisions.micro_batch > 1 and call.instruction.op == "all_gather"
+        held = ("shift", 0, HALVES) if packed else None
+        known = len(rows) == 1 and value is not None and value.name == "kv" and value.terms == held
         if value is not None and not known:
-            call.wrong("shard", value, rows[0].row, "this rank's rows of the KV cache")
-        gathered = ("all", rows[0].row, rows[0].row + call.tokens("shard"))
+            wanted = "this rank's keys, early halves first" if packed else "this rank's rows of the KV cache"
+            call.wrong("shard", value, rows[0].row, wanted)
+        marks = (HALVES,) if packed else (SEQUENCES,) if call.instruction.op == "all_gather.sequences" else ()
+        gathered = ("all", rows[0].row, rows[0].row + call.tokens("shard"), *marks)
         made = value._replace(terms=gathered) if known and value is not None else None
         call.put("full", 0, call.tokens("full"), made, 0)
         return
@@ -502,7 +568,9 @@ def _scatter_parts_keys(call: Call) -> None:
             call.fault("sums zeros in place of gradients of keys")
         call.put("shard", 0, call.tokens("shard"), None)
         return
-    _, low, high, part = known.terms
+    _, low, high, *marks, part = known.terms
+    if (SEQUENCES in marks) != (call.instruction.op == "reduce_scatter.sequences"):
+        call.wrong("full", known, low, "gradients in the order in which they are summed")
     half, found = (high - low) // 2, set[tuple[int, int]]()
     for first, end, value, row in rows:
         assert value is not None
@@ -512,13 +580,15 @@ def _scatter_parts_keys(call: Call) -> None:
             call.wrong("full", value, row, f"{known} (row {first})")
         found |= {(n % ring, n // ring) for n in range(first // half, -(-end // half))}
     everyone = {(of, which) for of in range(ring) for which in (0, 1)}
-    made: frozenset[object] | None = None
+    made: object = None
     if high <= v.divided_parts[part][0]:
         made = frozenset({("by", part), ("others", part)}) if found == everyone else None
     elif (low, high) == v.divided_parts[part]:
         terms = {("rank", of, which) for of, which in found}
         fits = {rank for rank in v.ring_ranks if terms == _needed_by_both_halves(v, rank) - {OWN}}
         made = frozenset({("others", part)}) if fits else None
+        if fits and HALVES in marks:
+            made = ("from", ring, frozenset(range(1, ring)), part, HALVES)
         v.ring_ranks = fits or v.ring_ranks
     if made is None:
         call.fault(
@@ -764,6 +834,7 @@ RULES: dict[str, Callable[[Call], None]] = {
     "attention.sink": sink,
     "attention.sink.bwd": sink_backward,
     "kv.pack": pack,
+    "kv.pack.sequence": pack,
     "qkv.split": split,
     "qkv.join": join,
     "grad.accumulate.halves": accumulate,

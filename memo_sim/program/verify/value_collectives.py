@@ -244,6 +244,8 @@ def reduce(call: Call) -> None:
 RULES: dict[str, Rule] = {
     "all_gather": all_gather,
     "reduce_scatter": reduce_scatter,
+    "all_gather.sequences": gather_keys,
+    "reduce_scatter.sequences": scatter_keys,
     "all_reduce": all_reduce,
     "loss.all_reduce": all_reduce,
     "loss.max_reduce": all_reduce,

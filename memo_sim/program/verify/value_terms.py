@@ -17,6 +17,8 @@ Terms are written in one of four ways:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from memo_sim.program.verify.value_call import Call
@@ -52,6 +54,8 @@ WINDOW = ("window",)
 """All keys of a window, which one call reads; and the gradient that this call makes of its own keys."""
 FROM_NEXT, FROM_LATE = ("next",), ("late",)
 """Gradients of the last keys of a chunk, by the queries of the chunk behind it: on another rank, or on this one."""
+FROM_PART = ("part",)
+"""Gradients of a subsequence's last keys, by the queries of the next one, whose first chunk is on the same rank."""
 
 
 def window_of(v: Values, layer: int) -> int:
@@ -150,19 +154,37 @@ def _is_whole(call: Call, value: Value, first: int, end: int) -> bool:  # noqa: 
 
 def _windows_keys_are_whole(v: Values, terms: object, keys: tuple[int, int], window: int) -> bool:
     """Return whether keys have the terms of all queries that see them: their own chunk's, and the next one's."""
-    first, end = keys
     if isinstance(terms, Spans):
-        low, high = terms.whole[0] if len(terms.whole) == 1 else (end, end)
-        return low <= first and high >= min(v.attended, end + window - 1)
+        for first, end in sequence_starts(v, *keys):
+            position = place_of(v, first).position
+            low, high = terms.whole[0] if len(terms.whole) == 1 else (end, end)
+            needed = min(v.attended // v.decisions.micro_batch, position + end - first + window - 1)
+            if low > position or high < needed:
+                return False
+        return True
     if not isinstance(terms, frozenset):
         return False
-    chunk, before = v.attended // 2, window - 1
-    last = (end - 1) % chunk >= chunk - before
-    if last != (first % chunk >= chunk - before):
+    return all(_chunks_keys_are_whole(v, terms, *rows, window - 1) for rows in _chunks_of(v, *keys))
+
+
+def _chunks_keys_are_whole(v: Values, terms: frozenset[object], first: int, end: int, before: int) -> bool:
+    """Return whether keys of one chunk have the terms of their own chunk, and the last ones those of the next one."""
+    place, ranks = place_of(v, first), set(range(v.layout.ring))
+    chunk = (place.end - place.first) // 2
+    late = first - place.first >= chunk
+    last = place.first + (1 + late) * chunk - before
+    if (first >= last) != (end > last):
         return False
-    if last and first < chunk:
-        v.ring_ranks &= {v.layout.ring - 1} if FROM_LATE in terms else set(range(v.layout.ring - 1))
-    return bool(v.ring_ranks) and terms - {FROM_LATE} == ({WINDOW, FROM_NEXT} if last else {WINDOW})
+    if end <= last:
+        return terms == {WINDOW}
+    wanted = {WINDOW, FROM_NEXT}
+    if not late:
+        v.ring_ranks &= {v.layout.ring - 1} if FROM_LATE in terms else ranks - {v.layout.ring - 1}
+        wanted |= {FROM_LATE} & terms
+    elif place.part + 2 < len(v.starts):  # another subsequence follows
+        v.ring_ranks &= {0} if FROM_PART in terms else ranks - {0}
+        wanted |= {FROM_PART} & terms
+    return bool(v.ring_ranks) and terms == wanted
 
 
 def _queries_are_whole(v: Values, terms: object, first: int, end: int) -> bool:  # noqa: PLR0911 - one a form
@@ -188,6 +210,74 @@ def _queries_are_whole(v: Values, terms: object, first: int, end: int) -> bool: 
     fits = {rank for rank in v.ring_ranks if all(needed(v, rank, half) == _on(v, rank, terms) for half in halves)}
     v.ring_ranks = fits or v.ring_ranks
     return bool(fits)
+
+
+class Place(NamedTuple):
+    """Where a row inside attention is: its subsequence, and its sequence of the micro-batch."""
+
+    part: int
+    sequence: int
+    first: int
+    """First row of the sequence's rows of this subsequence."""
+    end: int
+    position: int
+    """Rows of the sequence before this row, on this rank."""
+
+
+def place_of(v: Values, row: int) -> Place:
+    """Return where a row inside attention is: each subsequence has its rows of every sequence."""
+    batch, ulysses = v.decisions.micro_batch, v.layout.ulysses
+    part = next(n for n in range(len(v.starts) - 1) if row < ulysses * v.starts[n + 1])
+    low, high = ulysses * v.starts[part], ulysses * v.starts[part + 1]
+    length = (high - low) // batch
+    sequence, offset = divmod(row - low, length)
+    first = low + sequence * length
+    return Place(part, sequence, first, first + length, low // batch + offset)
+
+
+def rows_of(v: Values, sequence: int, first: int, end: int) -> list[tuple[int, int]]:
+    """Return the rows (first, end) that have positions [first, end) of a sequence, one range a subsequence."""
+    batch, found = v.decisions.micro_batch, list[tuple[int, int]]()
+    for low, high in pairwise(v.layout.ulysses * start for start in v.starts):
+        length = (high - low) // batch
+        begin, until = max(first, low // batch), min(end, high // batch)
+        if begin < until:
+            shift = low + sequence * length - low // batch
+            found.append((begin + shift, until + shift))
+    return found
+
+
+def sequence_starts(v: Values, first: int, end: int) -> list[tuple[int, int]]:
+    """Return rows [first, end) cut where another sequence, or one's rows of another subsequence, begins.
+
+    Of one sequence they are whole: its rows are in the order of positions.
+    """
+    if v.decisions.micro_batch == 1:
+        return [(first, end)]
+    found = list[tuple[int, int]]()
+    while first < end:
+        until = min(end, place_of(v, first).end)
+        found.append((first, until))
+        first = until
+    return found
+
+
+def positions_of(v: Values, rows: Sequence[tuple[int, int]], sequence: int) -> list[tuple[int, int]]:
+    """Return the positions of a sequence that ranges of rows have."""
+    cut = [(place_of(v, low), low, high) for first, end in rows for low, high in sequence_starts(v, first, end)]
+    return [(at.position, at.position + high - low) for at, low, high in cut if at.sequence == sequence]
+
+
+def _chunks_of(v: Values, first: int, end: int) -> list[tuple[int, int]]:
+    """Return rows [first, end) cut where another chunk of the ring begins."""
+    found = list[tuple[int, int]]()
+    while first < end:
+        place = place_of(v, first)
+        middle = (place.first + place.end) // 2
+        until = min(end, middle if first < middle else place.end)
+        found.append((first, until))
+        first = until
+    return found
 
 
 def part_at(v: Values, row: int) -> int:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.layout.partition import partition
 from tests.exec_cpu.interpreter.replayed import assert_gradients_equal_autograds
-from tests.exec_cpu.small import MODELS, decide, one_step
+from tests.exec_cpu.small import MODELS, WINDOWED_MODELS, decide, one_step
 
 SUBSEQUENCES: dict[str, dict[str, Any]] = {
     "keep": {"recompute": "none"},
@@ -70,3 +71,11 @@ def test_swapping_changes_no_bit() -> None:
     _, wanted = one_step(divided("llama", "keep"))
     _, found = one_step(divided("llama", "swap"))
     assert [key for key in wanted if not torch.equal(found[key], wanted[key])] == []
+
+
+@pytest.mark.parametrize("window", [20, 200])
+def test_windows_in_subsequences_have_autograds_gradients(window: int) -> None:
+    """Of a window that is longer than a subsequence, keys of several earlier ones are copied together."""
+    model = msgspec.structs.replace(WINDOWED_MODELS["window-sinks"], window=window)
+    fields: dict[str, Any] = {"seq_tokens": 448, "micro_batch": 2, "layout": Layout(subsequences=4)}
+    assert_gradients_equal_autograds(decide(model, **fields))

@@ -1,5 +1,8 @@
 """Prices of collectives against closed forms, groups on nodes, shared cards, contention of lanes and devices."""
 
+import itertools
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +20,15 @@ from memo_sim.costs.pace import slowest
 from memo_sim.costs.placement import Placement, hop, place
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.work import Collective, Exchange, Group
+from memo_sim.program.layout.rank_order import (
+    EXPERT_REPLICATE,
+    EXPERT_SHARD,
+    REPLICATE,
+    SHARD,
+    coordinate,
+    degree,
+    members,
+)
 from tests.refusals import refused
 
 A800 = load_hardware("a800-sxm4-80gb")
@@ -500,3 +512,21 @@ class TestContention:
     def test_another_busy_lane_never_helps(self, busy: int, more: Lane) -> None:
         before, after = self.node.rates(busy), self.node.rates(busy | 1 << more)
         assert all(after[lane] <= before[lane] + 1e-12 for lane in Lane if busy & (1 << lane))
+
+
+@pytest.mark.parametrize("devices_per_node", [3, 4, 8])
+@pytest.mark.parametrize("group", [SHARD, REPLICATE, EXPERT_SHARD, EXPERT_REPLICATE])
+def test_groups_of_zero_ranks_are_placed_as_their_ranks_lie(group: Group, devices_per_node: int) -> None:
+    """Ranks are counted one by one, of every group of the layout."""
+    degrees = itertools.product([1, 2], [1, 3], [1, 2], [2, 6, 12], [1, 3])
+    for tp, ulysses, cp, dp, pp in degrees:
+        replicas = ulysses * cp * dp
+        for zero_ranks in (each for each in (2, 6, replicas) if replicas % each == 0):
+            layout = Layout(tp=tp, ulysses=ulysses, cp=cp, dp=dp, pp=pp, ep=2, zero=1, zero_ranks=zero_ranks)
+            firsts = [rank for rank in range(layout.devices) if coordinate(group, layout, rank) == 0]
+            groups = [Counter(rank // devices_per_node for rank in members(group, layout, first)) for first in firsts]
+            widest = max(groups, key=len)
+            sharing = Counter(node for each in groups if len(each) == len(widest) for node in each)
+            span = max(widest) - min(widest) + 1
+            wanted = Placement(widest.total(), max(widest.values()), len(widest), max(sharing.values()), span)
+            assert place(group, degree(group, layout), layout, devices_per_node) == wanted

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from memo_sim.contract.errors import MemoError
 from memo_sim.contract.plan import Decisions
+from memo_sim.engine import player, segments
 from memo_sim.engine.event_loop import Rates
 from memo_sim.engine.playback import Playback
 from memo_sim.engine.player import play
+from memo_sim.program.analysis import edges
 from memo_sim.program.analysis.columns import Columns, expand
 from memo_sim.program.analysis.edges import Edges, derive_edges
 from memo_sim.program.ir.instruction import Lane, Mode
@@ -73,6 +75,45 @@ def test_nothing_starts_later_than_necessary(decisions: Decisions, seed: int, ra
     ready = np.where(playback.previous >= 0, playback.end_s[playback.previous], 0.0)
     np.maximum.at(ready, playback.edges.consumer, playback.end_s[playback.edges.producer])
     assert (playback.start_s == ready).all()
+
+
+@given(decisions=small_decisions(), seed=st.integers(0, 99), rates=st.sampled_from([alone, contended]))
+@settings(max_examples=20, deadline=None)
+def test_blocks_change_nothing(decisions: Decisions, seed: int, rates: Rates) -> None:
+    """Long programs are looked at in blocks, and lanes in one of two ways; both give the same to the last bit."""
+    whole, _ = played(decisions, rates, seed)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(player, "AT_ONCE", 7)
+        patched.setattr(edges, "AT_ONCE", 5)
+        patched.setattr(segments, "FEW", 0)
+        parts, _ = played(decisions, rates, seed)
+    assert np.array_equal(whole.edges.producer, parts.edges.producer)
+    assert np.array_equal(whole.edges.consumer, parts.edges.consumer)
+    assert np.array_equal(whole.start_s, parts.start_s)
+    assert np.array_equal(whole.end_s, parts.end_s)
+
+
+@given(decisions=small_decisions(), seed=st.integers(0, 99), rates=st.sampled_from([alone, contended]))
+@settings(max_examples=20, deadline=None)
+def test_a_wait_is_for_the_producer_that_ends_last(decisions: Decisions, seed: int, rates: Rates) -> None:
+    playback, _ = played(decisions, rates, seed)
+    end, waits = playback.end_s, playback.waits
+    incoming = defaultdict(list)
+    for p, c in zip(playback.edges.producer.tolist(), playback.edges.consumer.tolist(), strict=True):
+        incoming[c].append(p)
+    lane = playback.columns.lane.tolist()
+    last: dict[int, int] = {}
+    found = []
+    for i, each in enumerate(lane):
+        before = last.get(each, -1)
+        assert playback.previous[i] == before
+        last[each] = i
+        ready = float(end[before]) if before >= 0 else 0.0
+        binding = max(incoming[i], key=lambda p: (end[p], p), default=None)
+        if binding is not None and end[binding] > ready:
+            found.append((i, binding, ready, float(playback.start_s[i]) - ready))
+    columns = (waits.instruction, waits.waits_for, waits.start_s, waits.seconds)
+    assert found == list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 @given(decisions=small_decisions(), seed=st.integers(0, 99))

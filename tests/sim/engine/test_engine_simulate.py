@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 
 import msgspec
 import numpy as np
@@ -213,6 +215,27 @@ def test_forward_of_a_middle_layer_leaves_waits_for_copies_out() -> None:
     mine = np.array([name.startswith("m0/s0/l3/fwd") for name in with_waits.program.ids()])
     compute = mine & (with_waits.columns.lane == Lane.COMPUTE)
     assert with_waits.layer_forward_s > with_waits.seconds[compute].sum()
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(pp=2)], ids=["one stage", "two stages"])
+def test_a_played_plan_is_freed_at_once(layout: Layout) -> None:
+    """Not only when Python's collector runs: a search plays plans of hundreds of MB."""
+    gc.collect()
+    gc.disable()
+    try:
+        simulation = run(decide(("full", 0.0), layout=layout, layers=2))
+        parts = [weakref.ref(each) for stage in simulation.stages for each in (stage, stage.columns, stage.playback)]
+        assert simulation.prediction.step_s
+        del simulation
+        assert [part() for part in parts] == [None] * len(parts)
+    finally:
+        gc.enable()
+
+
+def test_a_stage_says_when_it_cannot_be_played_any_more() -> None:
+    stage = run(decide(("full", 0.0), layers=2)).stages[0]
+    with pytest.raises(ReferenceError, match="keep the simulation"):
+        _ = stage.playback
 
 
 def test_a_layout_larger_than_the_cluster_is_refused() -> None:

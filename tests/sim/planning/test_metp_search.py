@@ -11,12 +11,15 @@ import pytest
 from memo_sim.answers.what_if import what_if
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import Infeasible, UsageError
+from memo_sim.contract.units import GIB
 from memo_sim.planning.layouts import layouts
-from memo_sim.planning.presets import SYSTEMS
-from memo_sim.planning.question import Pins, Question
+from memo_sim.planning.presets import LEAST_MEMORY, SYSTEMS
+from memo_sim.planning.question import Pins, Question, with_memory
+from memo_sim.planning.search import search
 from memo_sim.planning.space import candidates
 from tests.refusals import check_fields, refused
 
+ROOM = 55 * GIB
 PINNABLE = {"any", "every-layout", "memo", "full-recompute", "full-swap", "metp"}
 
 
@@ -37,7 +40,22 @@ def test_the_preset_fills_the_devices_with_metp_and_dp() -> None:
     # The embedding lies on every METP rank, so ZeRO shards its states even when dp is 1.
     assert {layout.zero for layout in found} == {1, 3}
     policies = {"keep", "token-wise", "full swap", "full recompute", "full recompute, inputs swapped"}
+    policies |= {"full recompute, inputs swapped, MLP in blocks"}
     assert {c.policy.label for c in candidates(ask("metp"))[0]} == policies
+    longest, _ = candidates(ask("metp", seq_tokens=4 << 20))
+    policies |= {"full recompute, inputs swapped, MLP in blocks, attention in chunks"}
+    assert {c.policy.label for c in longest} == policies
+    cut = {(c.base.layout.metp, c.base.attention_chunk_tokens) for c in longest if c.policy.attention_chunks}
+    assert cut == {(metp, 1 << 20) for metp in (2, 4, 8)} | {(1, 1 << 19)}
+
+
+def test_chunks_go_further_than_the_whole_attention() -> None:
+    """At 6M tokens, with attention whole, even the MLP in blocks leaves four layers too large for a device."""
+    question = ask("metp", seq_tokens=6 << 20, metp=8, zero=1, global_batch=1)
+    cluster, hardware = with_memory(question.cluster, question.hardware, device_bytes=ROOM, host_bytes=None)
+    model = msgspec.structs.replace(question.model, layers=4)
+    found = search(replace(question, model=model, cluster=cluster, hardware=hardware), prune=False).ranked
+    assert {e.policy for e in found if e.prediction.status == "ok"} == {LEAST_MEMORY}
 
 
 @pytest.mark.parametrize("system", sorted(SYSTEMS))
@@ -52,7 +70,6 @@ def test_metp_can_be_pinned_where_it_can_be_lowered(system: str) -> None:
     assert {c.base.overlap for c in found} == {SYSTEMS[system].overlap}
     assert {(c.base.layout.tp, c.base.layout.cp, c.base.layout.ulysses) for c in found} == {(1, 1, 1)}
     assert {c.base.layout.zero for c in found} == set(SYSTEMS[system].zeros)
-    assert not any(c.base.mlp_chunk_tokens for c in found)
 
 
 def test_reductions_of_embedding_and_head_can_run_beside_compute_without_dp() -> None:
@@ -95,7 +112,10 @@ def test_zero_and_overlap_can_be_asked_of_its_replicas() -> None:
         ({"metp": 2, "cp": 4}, "layout.cp", "4", "1"),
         ({"metp": 4, "ulysses": 2}, "layout.ulysses", "2", "1"),
         ({"metp": 4, "recompute": "selective"}, "decisions.recompute", "selective", "tokenwise"),
-        ({"metp": 4, "recompute": "full", "mlp_chunk_tokens": 4096}, "decisions.mlp_chunk_tokens", "4096", "0"),
+        (
+            {"metp": 4, "recompute": "full", "mlp_chunk_tokens": 4096, "mlp_rebuild": "layer"},
+            *("decisions.mlp_rebuild", "layer", "block"),
+        ),
         ({"metp": 4, "memory_policy": "eager"}, "decisions.memory_policy", "eager", "planned"),
     ],
 )

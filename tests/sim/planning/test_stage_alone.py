@@ -60,6 +60,10 @@ def check(decisions: Decisions, cluster: Cluster, hardware: Hardware, least: flo
     for stage in range(len(stages_of(decisions))):
         assert 0 < (alone.step_s(decisions, decisions, stage, before_s=0.0, after_s=0.0) or 0.0) <= step_s
         assert alone.device_bytes(decisions, stage) <= played.stages[stage].memory.device.bytes
+        kernels_s = alone.kernels_s(decisions, decisions, stage) or 0.0
+        kernels = played.stages[stage].columns.lane == Lane.COMPUTE
+        busy_s = float((played.stages[stage].seconds * played.stages[stage].weights)[kernels].sum())
+        assert 0.7 * busy_s < kernels_s <= step_s
 
 
 @pytest.mark.parametrize(

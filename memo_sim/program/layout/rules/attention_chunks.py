@@ -14,7 +14,8 @@ _CHUNKS = Feature(
     chosen=in_chunks,
     beside="with attention in chunks",
     setting=lambda d: f"chunks of {d.attention_chunk_tokens} tokens",
-    hint="leave --attention-chunk out; tp, ulysses, cp, dp, pp and ZeRO go with it, under full and row-wise recompute",
+    hint="leave --attention-chunk out; tp, ulysses, cp, dp, pp and ZeRO go with it, under full and row-wise recompute, "
+    "and METP under full recompute",
 )
 
 
@@ -80,5 +81,4 @@ ATTENTION_CHUNKS = (
         because="no framework has chunks beside a ring",
         when=lambda d: _in_a_ring(d) and d.memory_policy == "eager",
     ),
-    _CHUNKS.allows("layout.metp", 1),
 )

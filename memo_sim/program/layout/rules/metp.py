@@ -22,8 +22,6 @@ METP_SCHEDULE = _METP.allows(
     when=lambda d: d.layout.metp > 1 and staged(d),
 )
 
-METP_WHOLE_MLP = _METP.allows("decisions.mlp_chunk_tokens", 0, because="METP cuts the MLP by features, not by rows")
-
 NORMS_KEPT_UNDER_FULL_RECOMPUTE = Rule(
     name="METP: keep_norms",
     breaks=lambda d: d.layout.metp > 1 and d.keep_norms and d.recompute == "full",
@@ -58,12 +56,14 @@ METP = (
     ),
     METP_SCHEDULE,
     _METP.allows(
+        "decisions.mlp_rebuild", "block", because="METP's backward computes the MLP's tensors again, step by step"
+    ),
+    _METP.allows(
         "decisions.recompute",
         *("none", "full", "tokenwise"),
         because="of what selective recompute drops METP keeps only attention's output, which full recompute rebuilds",
         when=lambda d: d.layout.metp > 1 and not is_rowwise(d),  # refused in rowwise.py, with its own reason
     ),
-    METP_WHOLE_MLP,
     _METP.allows(
         "decisions.grad_sums",
         *("auto", "fp32"),

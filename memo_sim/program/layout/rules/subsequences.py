@@ -6,7 +6,6 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.program.layout.rules.feature import Feature
 from memo_sim.program.layout.rules.recompute import KEEPS_ALL_TOKENS, swaps
 from memo_sim.program.layout.rules.rule import Rule
-from memo_sim.program.layout.rules.windows import windowed
 
 
 def _divided(decisions: Decisions) -> bool:
@@ -42,26 +41,6 @@ SUBSEQUENCES = (
         got=lambda d: f"{d.offload_window} with rounding buffers",
         wanted="0",
         hint="--no-rounding-buffers, or leave --offload-window out",
-    ),
-    Rule(
-        name="subsequences: micro_batch",
-        breaks=lambda d: d.layout.subsequences > 1 and d.micro_batch > 1 and windowed(d),
-        what="a window's keys of several sequences do not lie side by side in the KV cache of subsequences",
-        where="micro_batch",
-        got=lambda d: f"{d.micro_batch} with {d.layout.subsequences} subsequences and a window",
-        wanted="1",
-        hint="--micro-batch 1, or leave --subsequences out",
-    ),
-    _DIVIDED.allows(
-        "decisions.micro_batch",
-        1,
-        because="the halves of several sequences lie apart in what ranks exchange",
-    ),
-    _DIVIDED.allows(
-        "layout.cp",
-        1,
-        because="a window's keys before a subsequence lie on several ranks",
-        when=lambda d: _divided(d) and windowed(d),
     ),
     _DIVIDED.allows(
         "layout.multiplexed", False, because="helper stages have rows whose halves in zigzag order are not equal"

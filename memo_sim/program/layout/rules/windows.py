@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
+from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions
+from memo_sim.program.layout.partition import partition
 from memo_sim.program.layout.rules.feature import Feature
 from memo_sim.program.layout.rules.rule import Rule
 
@@ -27,9 +29,15 @@ def longest_window(decisions: Decisions) -> int:
     return max((shape.window for shape in shapes if shape.window < decisions.seq_tokens), default=0)
 
 
-def _chunk_tokens(decisions: Decisions) -> int:
-    """Return the tokens of one of a rank's two chunks in zigzag order."""
-    return decisions.seq_tokens // (2 * decisions.layout.cp)
+def chunk_tokens(decisions: Decisions) -> int:
+    """Return the tokens of one of a rank's two chunks in zigzag order; of subsequences, those of the shortest."""
+    layout, whole = decisions.layout, decisions.seq_tokens // (2 * decisions.layout.cp)
+    if layout.subsequences == 1:
+        return whole
+    try:
+        return partition(decisions)[-1] * layout.ulysses // (2 * decisions.micro_batch)
+    except Infeasible:  # too many subsequences, which is refused where they are counted
+        return whole
 
 
 WINDOWED = (
@@ -55,19 +63,13 @@ WINDOWED = (
     _WINDOWS.allows("layout.metp", 1, because="METP's ring brings every rank's keys"),
     _WINDOWS.allows("decisions.attention_chunk_tokens", 0, because="each chunk's queries fetch all keys before them"),
     _WINDOWS.allows("layout.multiplexed", False, because="helper stages would need a window's rows of other stages"),
-    _WINDOWS.allows(
-        "decisions.micro_batch",
-        1,
-        when=lambda d: windowed(d) and d.layout.cp > 1,
-        because="with cp each chunk of keys is sent by itself, of one sequence",
-    ),
     Rule(
         name="windows: cp",
-        breaks=lambda d: windowed(d) and d.layout.cp > 1 and longest_window(d) > _chunk_tokens(d) + 1,
-        what="the window is longer than a chunk of the sequence, so its keys lie on more than the neighbouring ranks",
+        breaks=lambda d: windowed(d) and d.layout.cp > 1 and longest_window(d) > chunk_tokens(d) + 1,
+        what="the window is longer than a chunk of a sequence or subsequence: its keys lie on more than neighbours",
         where="layout.cp",
-        got=lambda d: f"cp {d.layout.cp}, chunks of {_chunk_tokens(d)} tokens, a window of {longest_window(d)}",
+        got=lambda d: f"cp {d.layout.cp}, chunks of {chunk_tokens(d)} tokens, a window of {longest_window(d)}",
         wanted="at most one token more than a chunk, of 2 x cp",
-        hint="a smaller --cp, or --ulysses",
+        hint="a smaller --cp, fewer --subsequences, or --ulysses",
     ),
 )

@@ -232,7 +232,6 @@ CHUNK = "decisions.attention_chunk_tokens"
         ({"recompute": "tokenwise"}, "decisions.recompute", "tokenwise", "full"),
         ({"layout": Layout(cp=2, cp_exchange="all_gather")}, "layout.cp_exchange", "all_gather", "ring"),
         ({"layout": Layout(cp=2), "memory_policy": "eager"}, "decisions.memory_policy", "eager", "planned"),
-        ({"layout": Layout(metp=2)}, "layout.metp", "2", "1"),
         (
             {"layout": Layout(cp_exchange="rsa"), "kernels": Kernels(attention="torch-flash")},
             *("layout.cp_exchange", "rsa", "ring"),

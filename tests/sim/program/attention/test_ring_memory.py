@@ -27,3 +27,20 @@ def test_an_eager_forward_has_a_buffer_for_every_hop(recompute: str) -> None:
         )
     rebuilt = 2 if recompute == "none" else 4  # recompute runs attention's forward inside the backward template
     assert found == {"planned": (2, 2), "eager": (4, rebuilt)}
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+@pytest.mark.parametrize("cp", [2, 4])
+def test_subsequences_have_two_buffers_with_room_for_the_longest_block(cp: int, sequences: int) -> None:
+    """A block of one sequence is a run of two subsequences of 128 rows; of two sequences, one subsequence of both.
+
+    With two ranks a block is sent from the KV cache and received once; of several sequences it is copied first.
+    """
+    layout = Layout(cp=cp, subsequences=16, partition="length")
+    batch = {"micro_batch": sequences, "global_batch": sequences}
+    (program,) = lower(decide(LLAMA.of_layers([LLAMA.layer(0)]), layout, seq_tokens=cp * 2048, **batch))
+    sums = {"d_kv.ring0": 256, "d_kv.ring1": 256}
+    received = {"kv.ring1": 256} if cp == 2 and sequences == 1 else {"kv.ring0": 256, "kv.ring1": 256}
+    for name, wanted in (("layer.fwd.s15", received), ("layer.bwd.s15", received | sums)):
+        template = next(t for t in program.templates if t.name == name)
+        assert {family.name: family.tokens for family in template.own if ".ring" in family.name} == wanted

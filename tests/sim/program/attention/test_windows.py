@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from memo_sim.contract.attended_pairs import pairs_in_window
@@ -21,11 +23,12 @@ from memo_sim.program.analysis.columns import expand
 from memo_sim.program.analysis.edges import derive_edges
 from memo_sim.program.arena.check_placement import check_placement
 from memo_sim.program.arena.requests import requests_of
-from memo_sim.program.ir.instruction import Instruction
+from memo_sim.program.ir.instruction import Instruction, Template
 from memo_sim.program.ir.kinds import Phase, TemplateKind
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Exchange, Rotary, WindowedAttention
 from memo_sim.program.layout.partition import partition
+from memo_sim.program.layout.token_order import token_runs
 from memo_sim.program.lower import lower
 from memo_sim.program.verify.program import check_edges, check_program
 from memo_sim.program.verify.stages import check_deadlock, check_stages
@@ -76,11 +79,38 @@ def test_programs_are_accepted(plan: str) -> None:
     assert faults_of(PLANS[plan]) == []
 
 
+NARROW = msgspec.structs.replace(LLAMA, window=60)
+DIVIDED = {
+    "subsequences, cp": decide(NARROW, Layout(cp=4, subsequences=3), ("full", 0.0), seq_tokens=2560, global_batch=1),
+    "several, cp": decide(EVERY, Layout(cp=4), seq_tokens=2560, micro_batch=2, global_batch=2),
+    "several, subsequences": decide(
+        msgspec.structs.replace(EVERY, window=300, sinks=True),
+        Layout(subsequences=5),
+        ("full", 0.0),
+        seq_tokens=640,
+        micro_batch=2,
+    ),
+    "several, subsequences, cp": decide(
+        NARROW, Layout(cp=4, subsequences=3), ("full", 0.0), seq_tokens=2560, micro_batch=2, global_batch=2
+    ),
+}
+"""Every two, and all, of context parallelism, subsequences and several sequences a micro-batch."""
+
+
+@pytest.mark.parametrize("plan", DIVIDED)
+def test_every_rank_of_divided_windows_is_accepted(plan: str) -> None:
+    _every_rank_is_accepted(DIVIDED[plan])
+
+
 @pytest.mark.parametrize("exchange", ["ring", "all_gather"])
 @pytest.mark.parametrize("policy", ["none", *(pytest.param(p, marks=pytest.mark.slow) for p in ("full", "tokenwise"))])
 def test_every_rank_of_context_parallelism_is_accepted(policy: str, exchange: CpExchange) -> None:
     """All ranks have the same buffers and calls, so the last one's placement serves every rank."""
-    decisions = decide(SINKS, Layout(cp=4, cp_exchange=exchange), (policy, 0.5 if policy == "tokenwise" else 0.0))
+    alpha = 0.5 if policy == "tokenwise" else 0.0
+    _every_rank_is_accepted(decide(SINKS, Layout(cp=4, cp_exchange=exchange), (policy, alpha)))
+
+
+def _every_rank_is_accepted(decisions: Decisions) -> None:
     programs = ranks(decisions)
     assert programs[-1].sha256 == lower(decisions)[0].sha256
     placement = place(requests_of(programs[-1]), solver="greedy")
@@ -138,6 +168,84 @@ def test_every_query_meets_the_keys_of_its_window_once(op: str, cp: int, window:
             assert work.flops == 4.0 * pairs * work.heads * work.head_dim * factor
     assert met == Counter({(q, k): 1 for q in range(seq) for k in range(max(0, q - window + 1), q + 1)})
     assert met.total() == pairs_in_window(seq, seq, window)
+
+
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(
+    ("cp", "subsequences", "window"),
+    [(1, 5, 300), (1, 3, 1), (2, 1, 100), (2, 3, 65), (4, 3, 2), (4, 3, 1), (4, 2, 64)],
+)
+def test_every_query_of_a_subsequence_meets_the_keys_of_its_window_once(
+    cp: int, subsequences: int, window: int, batch: int, phase: Phase
+) -> None:
+    """Play all copies and hops of keys with the numbers of their tokens, and count the pairs of all calls."""
+    seq = cp * 640
+    layout = Layout(cp=cp, subsequences=subsequences)
+    model = msgspec.structs.replace(LLAMA, window=window, layers=1)
+    decisions = decide(model, layout, ("full", 0.0), seq_tokens=seq, micro_batch=batch, global_batch=batch)
+    held = [
+        np.concatenate([np.arange(run.token, run.token + run.tokens) for run in token_runs(decisions, rank)])
+        for rank in range(cp)
+    ]
+    met = np.zeros((batch, seq, seq), dtype=int)
+    forward = phase is Phase.FORWARD
+    names = [f".s{n}" for n in range(subsequences)] if subsequences > 1 else [""]
+    begun = (0, *accumulate(partition(decisions)))
+    for n, end in enumerate(names):
+        wanted = {f"layer.{'fwd' if forward else 'bwd'}{end}"}
+        rows = [each[begun[n] : begun[n + 1]] for each in held]
+        templates = [next(t for t in program.templates if t.name in wanted) for program in ranks(decisions)]
+        for queries, keys in _played(templates, phase, held, rows):
+            for q, k in zip(queries.reshape(-1, *queries.shape[-1:]), keys, strict=True):
+                sequence = q[0] // seq
+                assert {*(q // seq), *(k // seq)} == {sequence}
+                pairs = (k <= q[:, None]) & (k > q[:, None] - window)
+                met[sequence][np.ix_(q % seq, k % seq)] += pairs
+    wanted_pairs = np.tri(seq, dtype=int) - np.tri(seq, k=-window, dtype=int)
+    assert all(np.array_equal(each, wanted_pairs) for each in met)
+
+
+def _played(
+    templates: list[Template], phase: Phase, held: list[np.ndarray], rows: list[np.ndarray]
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the tokens (sequence, row) of the queries and of the keys of every call of all ranks.
+
+    ``held``: the tokens of each rank's rows. ``rows``: those of the subsequence.
+    """
+    buffers = [
+        {"qkv": of.copy(), "q": of.copy(), "prefix.kv": every.copy()} for of, every in zip(rows, held, strict=True)
+    ]
+    lines = [
+        [i for i in t.instructions if i.phase is phase and not i.name.startswith(f"{phase}/d_")] for t in templates
+    ]
+
+    def at(rank: int, each: Instruction, *roles: str) -> np.ndarray:
+        (operand,) = [o for o in each.operands if o.role in roles]
+        name = templates[rank].slots[operand.slot]
+        found = buffers[rank].setdefault(name, np.full(8 * len(held[rank]), -1))
+        return found[operand.first : operand.first + operand.tokens]
+
+    done = [0] * len(templates)
+    while any(place < len(line) for place, line in zip(done, lines, strict=True)):
+        hops = []
+        for rank, line in enumerate(lines):
+            while done[rank] < len(line):
+                each, done[rank] = line[done[rank]], done[rank] + 1
+                if isinstance(each.work, Exchange):
+                    hops.append(each)
+                    break
+                if each.op.startswith("kv.pack"):
+                    at(rank, each, "out")[:] = at(rank, each, "qkv")
+                elif each.op == "copy":
+                    at(rank, each, "target")[:] = at(rank, each, "source")
+                elif isinstance(each.work, WindowedAttention):
+                    queries, keys = (at(rank, each, *roles).copy() for roles in (("q", "qkv"), ("kv",)))
+                    yield queries.reshape(each.work.batch, -1), keys.reshape(each.work.batch, -1)
+        sent = [at(rank, each, "send").copy() for rank, each in enumerate(hops)]
+        for rank, each in enumerate(hops):
+            assert isinstance(each.work, Exchange)
+            at(rank, each, "recv")[:] = sent[(rank - each.work.distance) % len(hops)]
 
 
 def test_keys_travel_to_the_neighbours_alone() -> None:
@@ -201,7 +309,7 @@ Chosen = Callable[[Instruction], bool]
 
 @cache
 def program_of(plan: str) -> tuple[Program, Decisions]:
-    decisions = PLANS[plan] if plan in PLANS else decide(EVERY, Layout(cp=4))
+    decisions = (PLANS | DIVIDED)[plan] if plan != "cp" else decide(EVERY, Layout(cp=4))
     return lower(decisions)[0], decisions
 
 
@@ -224,6 +332,15 @@ def named(*ends: str) -> Chosen:
         ("cp", named("d_kv.add.early")),
         ("cp", named("d_kv.add.late")),
         ("cp", named("d_kv.clear.late")),
+        *[("subsequences, cp", named(end)) for end in ("kv.own.bwd", "kv.hop.early.bwd", "d_kv.add.late.later")],
+        *[("subsequences, cp", named(end)) for end in ("d_kv.earlier", "d_kv.put.early", "kv.pack.late")],
+        ("several, cp", named("kv.pack.late.q1")),
+        ("several, cp", named("d_kv.add.own.q0")),
+        ("several, subsequences", named("kv.seen.q1.0")),
+        ("several, subsequences", named("kv.seen.q0.1.bwd")),
+        ("several, subsequences", named("d_kv.put1")),
+        ("several, subsequences", named("d_kv.add1")),
+        ("several, subsequences, cp", named("d_kv.add.late.q1.later")),
         ("short subsequences", named("d_kv.put")),
         ("short subsequences", named("d_kv.add")),
     ],
@@ -258,6 +375,24 @@ def test_another_window_or_another_neighbour_is_found(
         lambda each: msgspec.structs.replace(each, work=replace(each.work, **change)),
     )
     assert check_values(wrong, expand(wrong), decisions)
+
+
+def test_the_first_rank_begins_the_sums_of_the_subsequence_before() -> None:
+    """Other ranks begin them with zeros; the first rank's gradients are none."""
+    decisions = DIVIDED["subsequences, cp"]
+    program, chosen = lower(decisions, cp_rank=0)[0], named("d_kv.earlier")
+    number = planted.places(program, chosen)[-1]
+    less = planted.without(program, number, chosen)
+    assert check_values(program, expand(program), decisions) == []
+    assert check_values(less, expand(less), decisions)
+
+
+def test_keys_of_several_sequences_in_the_order_of_a_ring_are_found() -> None:
+    program, decisions = program_of("several, cp")
+    chosen = named("fwd/kv.pack.early.q0")
+    change: Callable[[Instruction], Instruction] = lambda each: msgspec.structs.replace(each, op="kv.pack")  # noqa: E731
+    wrong = planted.replaced(program, planted.places(program, chosen)[0], chosen, change)
+    assert any("sequence by sequence" in fault for fault in check_values(wrong, expand(wrong), decisions))
 
 
 def test_a_window_that_begins_one_key_late_is_found() -> None:

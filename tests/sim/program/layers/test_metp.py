@@ -66,7 +66,6 @@ def test_kept_norms_are_not_recomputed(kept: bool) -> None:
         (metp(2, pp=5, schedule="zero-bubble"), {}, "layout.schedule"),
         (metp(2, subsequences=2), {}, "layout.subsequences"),
         (metp(2), {"recompute": "selective"}, "decisions.recompute"),
-        (metp(2), {"recompute": "full", "mlp_chunk_tokens": 512}, "decisions.mlp_chunk_tokens"),
         (metp(2), {"memory_policy": "eager"}, "decisions.memory_policy"),
         (metp(2), {"recompute": "full", "keep_norms": True}, "decisions.keep_norms"),
         (Layout(tp=2), {"keep_norms": True}, "decisions.keep_norms"),

@@ -240,11 +240,6 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"model": WINDOW, "seq_tokens": 4096},
         "true with a window of 256 tokens",
     ),
-    "windows: micro_batch": (
-        Layout(cp=2),
-        {"model": WINDOW, "micro_batch": 2, "global_batch": 2},
-        "2 with a window of 256 tokens",
-    ),
     "windows: cp": (Layout(cp=8), {"model": WINDOW}, "cp 8, chunks of 128 tokens, a window of 256"),
     "sinks: cp_exchange": (Layout(cp=2, cp_exchange="rsa"), {"model": SINKS}, "rsa with a model with sinks"),
     "sinks: metp": (Layout(metp=2), {"model": SINKS}, "2 with a model with sinks"),
@@ -625,17 +620,6 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"rounding_buffers": True, "recompute": "full", "swapped_tokens": 2048, "offload_window": 1},
         "1 with rounding buffers",
     ),
-    "subsequences: micro_batch": (
-        Layout(subsequences=2),
-        {"model": WINDOW, "micro_batch": 2, "global_batch": 2},
-        "2 with 2 subsequences and a window",
-    ),
-    "subsequences with cp: micro_batch": (
-        Layout(subsequences=2, cp=2),
-        {"micro_batch": 2, "global_batch": 2},
-        "2 with 2 subsequences and cp 2",
-    ),
-    "subsequences with cp: cp": (Layout(subsequences=2, cp=2), {"model": WINDOW}, "2 with 2 subsequences and cp 2"),
     "subsequences with cp: multiplexed": (multiplexed(cp=2), {}, "true with 8 subsequences and cp 2"),
     "subsequences with cp: memory_policy": (
         Layout(subsequences=2, cp=2),

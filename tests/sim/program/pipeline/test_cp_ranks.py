@@ -45,6 +45,14 @@ SUBSEQUENCES = [
     for exchange in EXCHANGES
 ]
 """Three subsequences, which context-parallel ranks divide."""
+SEVERAL_SUBSEQUENCES = [msgspec.structs.replace(each, micro_batch=3, global_batch=3) for each in SUBSEQUENCES]
+"""The same of three sequences."""
+DIVIDED = {
+    "chunks": CHUNKED,
+    "several": SEVERAL,
+    **dict(zip(EXCHANGES, SUBSEQUENCES, strict=True)),
+    **{f"{name}, several": each for name, each in zip(EXCHANGES, SEVERAL_SUBSEQUENCES, strict=True)},
+}
 
 
 def ranks(decisions: Decisions) -> tuple[Program, ...]:
@@ -77,7 +85,7 @@ def test_every_rank_passes_the_checkers_and_matches_the_others(
         assert check_edges(mine, orders) == []
 
 
-@pytest.mark.parametrize("decisions", [CHUNKED, SEVERAL, *SUBSEQUENCES], ids=["chunks", "several", *EXCHANGES])
+@pytest.mark.parametrize("decisions", DIVIDED.values(), ids=DIVIDED)
 def test_ranks_divide_chunks_and_subsequences(decisions: Decisions) -> None:
     programs = ranks(decisions)
     columns = [expand(program) for program in programs]
@@ -126,7 +134,7 @@ def test_the_representatives_arena_serves_every_rank(policy: tuple[str, float], 
     _serves_every_rank(decide(LLAMA, Layout(cp=4, cp_exchange=exchange), policy))
 
 
-@pytest.mark.parametrize("decisions", [CHUNKED, SEVERAL, *SUBSEQUENCES], ids=["chunks", "several", *EXCHANGES])
+@pytest.mark.parametrize("decisions", DIVIDED.values(), ids=DIVIDED)
 def test_the_representatives_arena_serves_every_rank_of_divided_parts(decisions: Decisions) -> None:
     _serves_every_rank(decisions)
 
@@ -150,7 +158,7 @@ def _serves_every_rank(decisions: Decisions) -> None:
         assert [fault for fault in faults if "lower bound" not in fault] == []
 
 
-@pytest.mark.parametrize(("exchange", "batch"), [("ring", 1), ("ring", 2), ("all_gather", 1)])
+@pytest.mark.parametrize(("exchange", "batch"), [(each, batch) for each in EXCHANGES for batch in (1, 2)])
 @pytest.mark.parametrize("cp", [2, 4])
 def test_every_query_attends_to_every_earlier_key_once(cp: int, batch: int, exchange: CpExchange) -> None:
     """Count the pairs in the calls of all ranks, forward and backward, by each row's position in its sequence."""
@@ -198,20 +206,20 @@ def test_every_query_in_a_divided_chunk_attends_to_every_earlier_key_once(phase:
 
 
 @pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD])
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize(("exchange", "batch"), [(each, batch) for each in EXCHANGES for batch in (1, 2)])
 def test_every_query_in_a_divided_subsequence_attends_to_every_earlier_key_once(
-    exchange: CpExchange, phase: Phase
+    exchange: CpExchange, batch: int, phase: Phase
 ) -> None:
-    """Count the pairs in the calls of all ranks, by the places of their rows in the sequence."""
-    cp, seq = 4, 4 * 5 * 128
+    """Count the pairs in the calls of all ranks, by the places of their rows in the micro-batch."""
+    cp, seq = 4, 4 * (5 if batch == 1 else 3) * 128
     layout = Layout(cp=cp, cp_exchange=exchange, subsequences=3, partition="length")
-    decisions = decide(GPT, layout, seq_tokens=seq, global_batch=1)
+    decisions = decide(GPT, layout, seq_tokens=seq, micro_batch=batch, global_batch=batch)
     held = [
         np.concatenate([np.arange(run.token, run.token + run.tokens) for run in token_runs(decisions, rank)])
         for rank in range(cp)
     ]
-    starts, met = (0, *accumulate(partition(decisions))), np.zeros((seq, seq), dtype=int)
-    runs = (0, *run_ends(partition(decisions)))
+    starts, met = (0, *accumulate(partition(decisions))), np.zeros((batch, seq, seq), dtype=int)
+    runs = (0, *run_ends(partition(decisions))) if batch == 1 else starts
     for rank, program in enumerate(ranks(decisions)):
         for template in (t for t in program.templates if t.name.startswith(f"layer.{phase}.s")):
             number = int(template.name[-1])
@@ -223,15 +231,25 @@ def test_every_query_in_a_divided_subsequence_attends_to_every_earlier_key_once(
                 hops = int("".join(re.findall(r"ring(\d+)", call.name)) or 0)
                 rows = held[(rank - hops) % cp]
                 if template.slots[of.slot].startswith("kv.all"):
-                    halves = np.stack([each[low:high].reshape(2, -1) for each in held], axis=1)
-                    keys = halves.reshape(-1)[of.first :][: of.tokens]
+                    parts = [_travelling(each[low:high], batch, own=not blocks) for each in held]
+                    rows = np.stack(parts, axis=1).reshape(-1)
                 elif template.slots[of.slot].startswith("kv.ring"):
-                    keys = rows[low:high][of.first :][: of.tokens]
-                else:
-                    keys = rows[of.first :][: of.tokens]
-                queries = held[rank][start:end][-call.work.q_tokens :]
-                met[np.ix_(queries, keys)] += 1 if call.work.mask == "none" else keys <= queries[:, None]
-    assert np.array_equal(met, np.tri(seq, dtype=int))
+                    rows = _travelling(rows[low:high], batch, own=not blocks).reshape(-1)
+                keys = rows[of.first :][: of.tokens].reshape(batch, -1)
+                queries = held[rank][start:end].reshape(batch, -1)[:, -call.work.q_tokens :]
+                for sequence in range(batch):
+                    q, k = queries[sequence] - sequence * seq, keys[sequence] - sequence * seq
+                    assert {*(q // seq), *(k // seq)} == {0}  # of this sequence
+                    met[sequence][np.ix_(q, k)] += 1 if call.work.mask == "none" else k <= q[:, None]
+    assert all(np.array_equal(each, np.tri(seq, dtype=int)) for each in met)
+
+
+def _travelling(rows: np.ndarray, batch: int, *, own: bool) -> np.ndarray:
+    """Return a rank's rows of a subsequence in the order in which ranks exchange them, in blocks.
+
+    Of the queries' ``own`` subsequence, the early halves of all sequences come first; others go sequence by sequence.
+    """
+    return rows.reshape(batch, 2, -1).swapaxes(0, 1).reshape(2, -1) if own else rows.reshape(batch, -1)
 
 
 def _own(rank: int, cp: int, chunk: int) -> np.ndarray:
@@ -252,5 +270,6 @@ def _keys(call: Instruction, rank: int, cp: int, chunk: int, batch: int) -> np.n
     else:
         order = [*range(cp), *range(2 * cp - 1, cp - 1, -1)]
         chunks = np.concatenate([np.arange(c * chunk, (c + 1) * chunk) for c in order])
+        assert batch == 1 or keys[0].tokens == batch * chunk  # in two chunks the keys of a sequence are no range
     first, end = keys[0].first // batch, (keys[0].first + keys[0].tokens) // batch
     return chunks[first:end]

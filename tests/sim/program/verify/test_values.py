@@ -24,6 +24,8 @@ HALF = ("tokenwise", 0.5)
 EXCHANGES: tuple[CpExchange, ...] = ("ring", "all_gather")
 DIVIDED = tuple(f"subsequences, {exchange}" for exchange in EXCHANGES)
 """Plans of subsequences that context-parallel ranks divide."""
+SEVERAL = tuple(f"{plan}, several" for plan in DIVIDED)
+"""The same of several sequences a micro-batch."""
 PLANS: dict[str, Decisions] = {
     "keep": decide(LLAMA),
     "gpt": decide(GPT, policy=HALF),
@@ -36,6 +38,7 @@ PLANS: dict[str, Decisions] = {
     "tp shared heads": decide(LLAMA, Layout(tp=8, sequence_parallel=True)),
     "ring": decide(LLAMA, Layout(cp=4), HALF),
     "all-gather": decide(LLAMA, Layout(cp=4, cp_exchange="all_gather"), HALF),
+    "all-gather of several": decide(LLAMA, Layout(cp=4, cp_exchange="all_gather"), HALF, micro_batch=2),
     "rsa": decide(GPT, Layout(cp=4, cp_exchange="rsa")),
     "ulysses": decide(LLAMA, Layout(ulysses=4), HALF),
     "metp": decide(GPT, Layout(metp=4)),
@@ -65,6 +68,7 @@ PLANS: dict[str, Decisions] = {
         for exchange in EXCHANGES
     },
 }
+PLANS |= {f"{plan}, several": msgspec.structs.replace(PLANS[plan], micro_batch=2, global_batch=2) for plan in DIVIDED}
 
 
 def faults(program: Program, decisions: Decisions) -> list[str]:
@@ -202,10 +206,12 @@ def test_a_weight_gradient_that_is_left_out_or_added_twice(plan: str) -> None:
         "subsequences",
         "ring",
         "all-gather",
+        "all-gather of several",
         "attention chunks",
         "chunks in a ring",
         "chunks of several in a ring",
         *DIVIDED,
+        *SEVERAL,
     ),
 )
 def test_a_term_of_a_sum_of_gradients_that_is_missing(plan: str) -> None:
@@ -236,8 +242,12 @@ def test_the_gradient_of_the_residual_branch_that_is_missing() -> None:
         ("chunks in a ring", op("zero", phase=Phase.BACKWARD), "not d_kv of layer 0"),
         ("chunks of several in a ring", op("kv.pack"), ""),
         ("chunks of several in a ring", op("grad.accumulate.halves"), "the whole sum"),
-        *[(plan, op("attention.merge"), "not the whole sum") for plan in DIVIDED],
-        *[(plan, op("zero", phase=Phase.BACKWARD), "") for plan in DIVIDED],
+        *[(plan, op("attention.merge"), "not the whole sum") for plan in (*DIVIDED, *SEVERAL)],
+        *[(plan, op("zero", phase=Phase.BACKWARD), "") for plan in (*DIVIDED, *SEVERAL)],
+        *[(plan, op("kv.pack"), "") for plan in SEVERAL],
+        *[(plan, op("grad.accumulate.halves"), "the whole sum") for plan in SEVERAL],
+        (SEVERAL[1], op("all_gather.sequences"), ""),
+        (SEVERAL[1], op("reduce_scatter.sequences"), ""),
         (DIVIDED[0], op("send_recv"), ""),
         (DIVIDED[0], op("send_recv", phase=Phase.BACKWARD), ""),
         (DIVIDED[1], op("all_gather"), ""),
@@ -263,6 +273,28 @@ def test_a_collective_a_merge_or_a_kernel_that_is_left_out(plan: str, chosen: Ch
     program = rank(plan)
     number = planted.places(program, chosen)[-1]
     expect(plan, planted.without(program, number, chosen), words)
+
+
+@pytest.mark.parametrize("op_name", ["all_gather.sequences", "reduce_scatter.sequences", "grad.accumulate.halves"])
+def test_rows_of_several_sequences_in_another_order(op_name: str) -> None:
+    """Gathers and sums by the order of one sequence mix the rows of several."""
+    program, chosen = rank(SEVERAL[1]), op(op_name)
+    number = planted.places(program, chosen)[-1]
+    plain = op_name.rpartition(".")[0]
+    wrong = planted.replaced(program, number, chosen, lambda each: msgspec.structs.replace(each, op=plain))
+    assert faults(wrong, PLANS[SEVERAL[1]])
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_a_call_over_two_subsequences_of_several_sequences(cp: int) -> None:
+    """A call reads runs of two subsequences; of two sequences in place of one, their keys are no range there."""
+    layout = Layout(cp=cp, subsequences=16, partition="length")
+    one = decide(GPT.of_layers([GPT.layer(0)]), layout, seq_tokens=cp * 4096, global_batch=1)
+    two = msgspec.structs.replace(one, seq_tokens=cp * 2048, micro_batch=2, global_batch=2)
+    (program,) = lower(one)
+    assert faults(program, one) == []
+    assert faults(lower(two)[0], two) == []
+    assert any("of several parts" in fault for fault in faults(program, two))
 
 
 def test_an_op_without_a_rule_is_a_fault() -> None:
