@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,7 +18,7 @@ from memo_sim.engine.simulate import simulate
 from memo_sim.planning import few_layers
 from memo_sim.planning.few_layers import Pass, Passes
 from memo_sim.planning.question import with_memory
-from memo_sim.planning.short_rings import steps_repeat
+from memo_sim.planning.short_rings import parts_repeat, steps_repeat
 from memo_sim.planning.space import with_alpha
 from memo_sim.program.layout.repeated_layers import RepeatedLayers
 from memo_sim.views.plan_table import layout_label
@@ -184,6 +185,46 @@ def test_short_rings_tell_the_kernels_of_a_long_one(
     whole = Passes(hardware, cluster).computed(decisions, layers)
     for field in fields(Pass):
         assert getattr(short, field.name) == pytest.approx(getattr(whole, field.name), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        (Layout(metp=16), {}),
+        (Layout(metp=32, zero=3), {"recompute": "tokenwise"}),
+        (Layout(metp=16, dp=2), {"recompute": "full", "mlp_chunk_tokens": 256}),
+        pytest.param(Layout(metp=16, pp=2), {"micro_batch": 2}, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: layout_label(value) if isinstance(value, Layout) else str(value),
+)
+@pytest.mark.parametrize("model", ["gpt-7b", "llama-7b"])
+def test_few_parts_of_metp_tell_the_kernels_of_many(
+    layout: Layout, changes: dict[str, Any], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, hardware = load_cluster("h100-8x8")
+    batch = layout.dp * changes.get("micro_batch", 1)
+    decisions = Decisions(
+        model=load_model(model), layout=layout, seq_tokens=layout.metp * 1024, global_batch=batch, **changes
+    )
+    layers = [decisions.model.layer(n) for n in range(decisions.model.layers)]
+    assert parts_repeat(decisions)
+    short = Passes(hardware, cluster).computed(decisions, layers)
+    monkeypatch.setattr(few_layers, "parts_repeat", lambda _: False)
+    whole = Passes(hardware, cluster).computed(decisions, layers)
+    for field in fields(Pass):
+        assert getattr(short, field.name) == pytest.approx(getattr(whole, field.name), rel=1e-11)
+
+
+def test_parts_of_metp_that_differ_are_lowered_whole() -> None:
+    metp = Decisions(model=load_model("gpt-7b"), layout=Layout(metp=16), seq_tokens=1 << 15, global_batch=1)
+    assert parts_repeat(metp)
+    for other in (
+        msgspec.structs.replace(metp, layout=Layout(metp=8)),
+        msgspec.structs.replace(metp, layout=Layout(metp=16, overlap_exchanges=False)),
+        msgspec.structs.replace(metp, recompute="full", attention_chunk_tokens=1 << 14),
+        msgspec.structs.replace(metp, model=msgspec.structs.replace(metp.model, window=1024)),
+    ):
+        assert not parts_repeat(other)
 
 
 def test_rings_whose_steps_differ_are_lowered_whole() -> None:
