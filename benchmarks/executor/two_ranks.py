@@ -66,21 +66,23 @@ def main() -> None:
             left.append(ranks.shortest((record.start_s[behind] - record.end_s[found]).tolist()))
     in_step = np.quantile(np.array(times[2:]), LOW, axis=0).tolist()
     awaited = (np.array(left).min(axis=0) > 0).tolist()
-    by_work: dict[tuple[CollectiveKind, int], list[float]] = defaultdict(list)
+    by_work: dict[tuple[CollectiveKind, int, int], list[float]] = defaultdict(list)
     for i, first, seconds, waits in zip(found, before, in_step, awaited, strict=True):
         work = walked[i].work
         if waits and before.count(first) == 1 and isinstance(work, Collective) and work.kind in collectives.KINDS:
-            by_work[work.kind, work.bytes].append(seconds)
+            by_work[work.kind, work.bytes, work.calls].append(seconds)
     group = ranks.group(ranks.world)
-    for (kind, size), seconds_of in sorted(by_work.items()):
-        call = collectives.call_of(kind, ranks, ranks.world, size, group)
+    for (kind, size, calls), seconds_of in sorted(by_work.items()):
+        call = collectives.call_of(kind, ranks, ranks.world, size // calls, group)
         together = [collectives.time_calls(ranks, call, group, SECONDS).seconds for _ in range(ROUNDS)]
         handed = [each for _ in range(ROUNDS) for each in collectives.handed_calls(ranks, call, group, SECONDS)]
         low = {"back to back": np.quantile(together, LOW), "as calibrated": np.quantile(handed, LOW)}
+        low = {way: calls * each for way, each in low.items()}
         step_s = float(np.mean(seconds_of))
         text = "  ".join(f"{way} {each * 1e6:5.0f} us ({each / step_s:.2f})" for way, each in low.items())
         if ranks.first:
-            sys.stdout.write(f"{kind:15} {size:8,} B x {len(seconds_of):2}: {step_s * 1e6:5.0f} us in a step  {text}\n")
+            name = f"{kind:15} {size:8,} B in {calls} calls x {len(seconds_of):2}"
+            sys.stdout.write(f"{name}: {step_s * 1e6:5.0f} us in a step  {text}\n")
     dist.destroy_process_group()
 
 

@@ -81,12 +81,14 @@ class Moves(Swap):
         host = HostMemory(None, pinned=False)  # nothing is taken from it
         super().__init__(host, statistics, streams=streams, forward=forward, backward=backward, debug=debug)
         self._own = HostLanes(lanes=streams)
+        self._in_place: deque[weakref.ref[Moved]] = deque()
+        """The stash: blocks that have not been copied, the oldest first."""
         self._in_flight: Mark = PASSED
         """The last copy to the host."""
         self._host_bytes = 0
         self._freed: deque[int] = deque()
         self._freed_bytes = 0
-        """Bytes of the originals that were freed since the heap's free memory went back to the system."""
+        """Bytes that were moved since the heap's free memory went back to the system."""
 
     def _lanes_of(self, device: torch.device) -> HostLanes:
         del device
@@ -105,23 +107,29 @@ class Moves(Swap):
         reach = self.reach(storage, view)
         source = bytes_of(storage, *reach) if reach else view.elements(storage)
         block = Moved(original, reach[0] if reach else None, source, self._freed)
-        self._stash.append(weakref.ref(block))
-        self._free_sources(self._forward)
+        self._in_place.append(weakref.ref(block))
+        self._copy_stash(self._forward)
         return block
 
     def _free_sources(self, most: int) -> None:
-        """Copy all but the last ``most`` blocks of the stash to the host, without those that something else holds."""
-        if len(self._stash) <= most:
+        """Do nothing: a copy's thread frees its original, and backward uses what is in the stash in place."""
+
+    def _copy_stash(self, most: int) -> None:
+        """Copy all but the last ``most`` blocks of the stash to the host, without those that something else holds.
+
+        Without lanes a copy does not wait for that.
+        """
+        if len(self._in_place) <= most:
             return
-        living = [block for ref in self._stash if (block := ref()) is not None]
+        living = [block for ref in self._in_place if (block := ref()) is not None]
         own = Counter(block.original.address for block in living)
-        self._stash.clear()
+        self._in_place.clear()
         for i, block in enumerate(living):
-            if i < len(living) - most and isinstance(block, Moved) and block.free_but_for(own):
+            if i < len(living) - most and (not self._streams or block.free_but_for(own)):
                 own[block.original.address] -= 1
                 self._copy_out(block)
             else:
-                self._stash.append(weakref.ref(block))
+                self._in_place.append(weakref.ref(block))
 
     def _copy_out(self, block: Moved) -> None:
         source = block.source
@@ -132,7 +140,8 @@ class Moves(Swap):
         earlier, self._in_flight = self._in_flight, PASSED
         self._statistics.forward_waits += not earlier.done()
         self._own.wait(earlier, None)
-        self._return_freed(block.size_bytes)
+        self._freed_bytes += block.size_bytes
+        self._return_freed(MOST_FREED_BYTES)
         block.pages = pages = OwnPages(block.size_bytes)
         into = pages.memory.view(source.dtype).view(source.shape)
         block.source = None  # the copy holds it until it has run
@@ -157,6 +166,7 @@ class Moves(Swap):
         block.fetched = self._own.move(restored, block.pages, [block.copied])
         block.pages = None  # the move holds them until it has run
         self._host_bytes -= block.size_bytes
+        self._freed_bytes += block.size_bytes
         self._statistics.restored_tensors += 1
         self._statistics.restored_bytes += block.size_bytes
         return restored
@@ -164,17 +174,16 @@ class Moves(Swap):
     def end_forward(self) -> None:
         """Return what the forward pass has freed to the system, as backward needs the most memory of a step."""
         self.collect()
-        self._return_freed(MOST_FREED_BYTES)
+        self._return_freed(1)
 
     def settle(self) -> None:
         """Between passes, return what backward has freed to the system."""
         self.collect()
-        self._return_freed(MOST_FREED_BYTES)
+        self._return_freed(1)
 
-    def _return_freed(self, size_bytes: int) -> None:
-        """Count bytes as freed, and return what is free in the heap to the system once they are many."""
-        self._freed_bytes += size_bytes
-        if self._freed_bytes >= MOST_FREED_BYTES:
+    def _return_freed(self, least_bytes: int) -> None:
+        """Return what is free in the heap to the system if at least so many bytes have been moved since."""
+        if self._freed_bytes >= least_bytes:
             return_freed()
             self._freed_bytes = 0
 
@@ -186,5 +195,5 @@ class Moves(Swap):
     def synchronize(self) -> None:
         """Copy what nothing else holds to the host, and block until every copy there has run."""
         self.collect()
-        self._free_sources(0)
+        self._copy_stash(0)
         self._own.wait(self._in_flight, None)

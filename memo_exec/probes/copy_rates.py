@@ -22,6 +22,10 @@ from memo_sim.program.ir.instruction import Lane
 BOTH = (Lane.D2H, Lane.H2D)
 PASSES = 3
 """How often lanes run at the same time; a short disturbance affects at most one pass, and the median drops it."""
+ALONE_S = 0.2
+"""Seconds for which a copy alone is repeated."""
+HURRIED = 0.25
+"""The fraction of their seconds for which measurements are repeated once the time is over."""
 IN_A_ROUND = 2 + len(BOTH)
 """Measurements in a pass: both copies at once, compute alone, compute beside each copy."""
 
@@ -91,7 +95,7 @@ def one_device(
     """Measure the copies of one device; compute repeats ``layer`` beside them.
 
     ``tell`` receives the number of measurements done so far, out of ``measurements(grid)``. Once the time is ``over``,
-    only the ends of the curves are measured, and one pass of what runs at the same time.
+    only the ends of the curves are measured, and one pass of what runs at the same time, each for a shorter time.
     """
     numbers = count(1)
 
@@ -103,7 +107,7 @@ def one_device(
     for size in sorted(grid.copy_bytes, key=lambda size: size not in ends):
         for lane in BOTH:
             if size in ends or not over():
-                samples[lane][size] = lanes.alone(lane, size, Effort(seconds=0.2))
+                samples[lane][size] = lanes.alone(lane, size, Effort(seconds=ALONE_S * (HURRIED if over() else 1.0)))
             told()
     curves = {lane: _curve(samples[lane], source) for lane in BOTH}
     copiers = {lane: lanes.copier(lane, grid.copied_bytes) for lane in BOTH}
@@ -113,7 +117,8 @@ def one_device(
             for _ in range(IN_A_ROUND):
                 told()
         else:
-            rounds.append(_round(lanes, grid, layer, copiers, told))
+            seconds = grid.beside_s * (HURRIED if over() else 1.0)
+            rounds.append(_round(lanes, seconds, layer, copiers, told))
     duplex = {lane: of_passes([each.duplex[lane] for each in rounds]) for lane in BOTH}
     beside = {lane: of_passes([each.beside[lane] for each in rounds]) for lane in BOTH}
     slowed = sorted(each.slowdown for each in rounds)
@@ -149,11 +154,11 @@ class _Round:
     slowdown: float
 
 
-def _round(lanes: Lanes, grid: Grid, layer: Call, copiers: dict[Lane, Call], told: Callable[[], None]) -> _Round:
+def _round(lanes: Lanes, seconds: float, layer: Call, copiers: dict[Lane, Call], told: Callable[[], None]) -> _Round:
     """Run both copy lanes at once, then each at the same time as a layer's operators."""
 
     def together(work: dict[Lane, Call]) -> dict[Lane, Sample]:
-        found = lanes.together(grid.beside_s, work)
+        found = lanes.together(seconds, work)
         told()
         return found
 

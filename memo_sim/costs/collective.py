@@ -107,9 +107,9 @@ class CollectiveTimes:
             self._tables.setdefault(table.kind, []).append(entry)
 
     def seconds(self, work: Collective, outside: set[str]) -> float:
-        """Return the seconds that the collective takes on every rank of its group."""
+        """Return the seconds that the collective takes on every rank of its group; each call starts anew."""
         placement = place(work.group, work.ranks, self._layout, self._devices_per_node)
-        return self._time(work.kind, work.bytes, placement, outside)
+        return work.calls * self._time(work.kind, work.bytes // work.calls, placement, outside)
 
     def exchange_seconds(self, work: Exchange, outside: set[str]) -> float:
         """Return the seconds of one hop of a ring exchange; the slowest rank sets the pace."""

@@ -48,11 +48,16 @@ class GemmModel:
         ]
         self._low = [min(row[axis] for row in rows) for axis in range(3)]
         self._high = [max(row[axis] for row in rows) for axis in range(3)]
+        self._rates: dict[Shape, float] = {}
+        """Rates of products that were asked for; layouts of a search share most of them."""
 
     def rate(self, m: float, n: float, k: float) -> float:
         """Return the product's rate in FLOP/s."""
-        seconds = self._seconds_per_flop(m, n, k) * self._deviation(log2(m), log2(n), log2(k))
-        return min(1.0 / seconds, self.largest_rate)
+        found = self._rates.get((m, n, k))
+        if found is None:
+            seconds = self._seconds_per_flop(m, n, k) * self._deviation(log2(m), log2(n), log2(k))
+            self._rates[m, n, k] = found = min(1.0 / seconds, self.largest_rate)
+        return found
 
     def covers(self, m: float, n: float, k: float) -> bool:
         """Whether every dimension lies between the table's smallest and largest value."""

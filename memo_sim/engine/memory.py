@@ -240,10 +240,12 @@ def memory_of(
     if decisions.allocator_limit_gib:
         capacity_bytes = min(capacity_bytes, decisions.allocator_limit_gib * GIB)
     host_memory = cluster.host_memory_bytes or hardware.host_memory_bytes
+    in_arena = lives_in_arena(program, lives, decisions)  # what it marks as never used is on the device
+    pinned = decisions.host_allocator == "power_of_two"
     return Memory(
         program=program,
-        device_lives=lives_in_arena(program, lives, decisions),
-        host_lives=_pinned_blocks(lives, program, decisions) if decisions.host_allocator == "power_of_two" else lives,
+        device_lives=in_arena,
+        host_lives=_pinned_blocks(in_arena, program, decisions) if pinned else in_arena,
         reserve=reserve_of(program, known, decisions, reserve),
         device_capacity_bytes=capacity_bytes,
         host_capacity_bytes=int(host_memory.value),

@@ -103,6 +103,8 @@ def play_stages(
             got="; ".join(_waiting(segments, joined, clock, s, name) for s in stuck),
             hint="this is a bug in the lowering or in the derived edges",
         )
+    del groups
+    segments = segments.without_edges
     start_s, end_s = _spans(segments, work, clock, seconds)
     bounds = [slice(int(a), int(b)) for a, b in pairwise(first)]
     return [
@@ -127,11 +129,12 @@ def _groups(segments: Segments, met: Ints, bounds: Ints) -> Groups:
 
 def _spans(segments: Segments, work: Floats, clock: Clock, seconds: Floats) -> tuple[Floats, Floats]:
     """Return start and end of every instruction, interpolated between the ends of its segment."""
-    start, end, order = np.empty(len(seconds)), np.empty(len(seconds)), segments.order
+    pieces, order = _Pieces.of(segments, work, clock), segments.order
+    start, end = np.empty(len(seconds)), np.empty(len(seconds))
     if not len(seconds):
         return start, end
     end[order[segments.last]] = clock.end
-    _interpolate(segments, work, clock, seconds, end)
+    pieces.interpolate(segments, clock, seconds, end)
     for at in range(1, len(order), AT_ONCE):
         mine = slice(at, min(at + AT_ONCE, len(order)))
         start[order[mine]] = end[order[mine.start - 1 : mine.stop - 1]]
@@ -139,40 +142,63 @@ def _spans(segments: Segments, work: Floats, clock: Clock, seconds: Floats) -> t
     return start, np.maximum(start, end, out=end)
 
 
-def _interpolate(segments: Segments, work: Floats, clock: Clock, seconds: Floats, end: Floats) -> None:
-    """Write the ends of the instructions within segments to ``end``; the last one of a segment ends with it.
+@dataclass(frozen=True)
+class _Pieces:
+    """The linear pieces of the work done over time, of the segments with several instructions.
 
-    Work done is summed over all segments, so one search finds the linear piece of each instant. ``low`` and ``high``
-    keep it inside the segment, because a piece without work is ambiguous. Blocks of instructions follow each other, so
-    that no array of all of them is needed: ``inside`` is the work done by the end of each.
+    Work done is summed over all segments, so one search finds the piece of each instant.
     """
-    of_point, points = sorted_with_places(clock.points[:, 0].astype(NUMBER))
-    done = np.cumsum(work)
-    point_done = work[of_point] - clock.points[points, 2]
-    point_done += done[of_point] - work[of_point]
-    after = np.cumsum(np.bincount(of_point, minlength=len(work)), dtype=NUMBER)
-    del of_point
-    last, inside_before, before_segment = segments.last, 0.0, 0.0
-    for block in range(0, len(segments.order), AT_ONCE):
-        order, of = segments.order[block : block + AT_ONCE], segments.of[block : block + AT_ONCE]
-        each = seconds[order]
-        inside = each.copy()
-        inside[0] += inside_before
-        np.cumsum(inside, out=inside)
-        first = segments.first[of] - block
-        begun = np.maximum(first, 0)
-        before_first = np.where(first >= 0, inside[begun] - each[begun], before_segment)
-        inside_before, before_segment = float(inside[-1]), float(before_first[-1])
-        within = np.flatnonzero(last[of] - block != np.arange(len(of), dtype=NUMBER))
-        if not len(within):
-            continue
-        of = of[within]
-        wanted = (done[of] - work[of]) + (inside[within] - before_first[within])
-        low, high = np.where(of > 0, after[of - 1], 0), after[of] - 1
-        piece = np.clip(np.searchsorted(point_done, wanted, side="right") - 1, low, high)
-        point = points[piece]
-        found = clock.points[point, 1] + (wanted - point_done[piece]) / clock.points[point, 3]
-        end[order[within]] = np.clip(found, clock.start[of], clock.end[of])
+
+    segments: Ints
+    """The segments with several instructions."""
+    begun: Floats
+    """Work done before each of them."""
+    low: Ints
+    """Its first piece and its last one, which keep a search inside it: a piece without work is ambiguous."""
+    high: Ints
+    points: Ints
+    """The clock's point with which each piece begins."""
+    done: Floats
+    """Work done at that point."""
+
+    @classmethod
+    def of(cls, segments: Segments, work: Floats, clock: Clock) -> _Pieces:
+        """Return the pieces between the clock's points."""
+        several = np.flatnonzero(segments.several).astype(NUMBER)
+        done = np.cumsum(work)
+        begun = done[several] - work[several]
+        of_point, points = sorted_with_places(clock.points[:, 0].astype(NUMBER))
+        point_done = work[of_point] - clock.points[points, 2]
+        point_done += done[of_point] - work[of_point]
+        low, high = (np.searchsorted(of_point, several, side=side) for side in ("left", "right"))
+        return cls(several, begun, low, high - 1, points, point_done)
+
+    def interpolate(self, segments: Segments, clock: Clock, seconds: Floats, end: Floats) -> None:
+        """Write the ends of the instructions within segments to ``end``; the last one of a segment ends with it.
+
+        Blocks of instructions follow each other, so that no array of all of them is needed: ``inside`` is the work done
+        by the end of each.
+        """
+        last, inside_before, before_segment = segments.last, 0.0, 0.0
+        for block in range(0, len(segments.order), AT_ONCE):
+            order, of = segments.order[block : block + AT_ONCE], segments.of[block : block + AT_ONCE]
+            each = seconds[order]
+            inside = each.copy()
+            inside[0] += inside_before
+            np.cumsum(inside, out=inside)
+            first = segments.first[of] - block
+            begun = np.maximum(first, 0)
+            before_first = np.where(first >= 0, inside[begun] - each[begun], before_segment)
+            inside_before, before_segment = float(inside[-1]), float(before_first[-1])
+            within = np.flatnonzero(last[of] - block != np.arange(len(of), dtype=NUMBER))
+            of = of[within]
+            mine = np.searchsorted(self.segments, of)
+            wanted = self.begun[mine] + (inside[within] - before_first[within])
+            found = np.searchsorted(self.done, wanted, side="right") - 1
+            piece = np.clip(found, self.low[mine], self.high[mine])
+            point = self.points[piece]
+            ends = clock.points[point, 1] + (wanted - self.done[piece]) / clock.points[point, 3]
+            end[order[within]] = np.clip(ends, clock.start[of], clock.end[of])
 
 
 def _waiting(segments: Segments, edges: Edges, clock: Clock, segment: int, name: Callable[[int], str]) -> str:

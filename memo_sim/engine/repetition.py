@@ -23,7 +23,7 @@ import numpy as np
 
 from memo_sim.contract.plan import Layout
 from memo_sim.engine.playback import Floats, Playback
-from memo_sim.program.analysis.columns import InstructionColumns, Ints
+from memo_sim.program.analysis.columns import NUMBER, InstructionColumns, Ints
 from memo_sim.program.ir.program import Program
 from memo_sim.program.layout.schedule import Kind, Pass
 
@@ -125,8 +125,8 @@ class Repetition:
     def weights(self) -> Ints:
         """Return how many times the step contains each instruction of the played program."""
         if not self.times:
-            return np.broadcast_to(np.int64(1), self._instructions)  # one number, however many there are
-        weights = np.ones(self._instructions, dtype=np.int64)
+            return np.broadcast_to(NUMBER(1), self._instructions)  # one number, however many there are
+        weights = np.ones(self._instructions, dtype=NUMBER)
         weights[self.first : self.end] += self.times
         return weights
 

@@ -10,7 +10,7 @@ lanes cannot observe the instants in between, so these are interpolated.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -54,6 +54,12 @@ class Segments:
         """Whether each segment has several instructions."""
         found: Flags = self.last > self.first
         return found
+
+    @property
+    def without_edges(self) -> Segments:
+        """The same segments without the edges between them, which only a loop needs."""
+        none = np.zeros(0, dtype=NUMBER)
+        return replace(self, waits=none, targets=none, target_bounds=none)
 
 
 def cut(lanes: Ints, edges: Edges, count: int, alone: Ints) -> Segments:

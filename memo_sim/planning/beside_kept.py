@@ -13,7 +13,9 @@ kernels that are certainly played once more. Exceptions:
   can run beside the other block (``Pass.uncut_idle_s``). Two collectives may be faster than one.
 - Recompute of experts includes exchanges that the plan which keeps everything has in backward. Where exchanges overlap
   with products, recompute stands between an exchange and what waits for it.
-- Other row blocks and chunks may hide every wait. Attention in chunks may be faster than whole attention.
+- Other row blocks and chunks may hide every wait, but those for experts' rows: of each block, the kernel that needs
+  them follows the one that copies those that are sent (``Pass.exchanged_s``). A block's capacity is not smaller, for
+  its rows, than that of all rows. Attention in chunks may be faster than whole attention.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from typing import Literal
 from memo_sim.contract.plan import Decisions
 from memo_sim.planning.few_layers import Pass
 from memo_sim.planning.presets import Policy
+from memo_sim.program.layout.expert_load import fullest_share
 from memo_sim.program.layout.recomputed_layers import ALL
 from memo_sim.program.layout.rowwise_blocks import ROWWISE
 
@@ -36,10 +39,11 @@ class Change:
     """Whether other plans certainly play the kernels of ``Pass.repeated_s`` once more."""
     attends: bool = False
     """Whether they certainly play attention's forward once more."""
-    waits: Literal["none", "uncut", "all"] = "none"
-    """Which collectives and waits they have; ``uncut``: those that remain in two row blocks."""
+    waits: Literal["none", "exchanges", "uncut", "all"] = "none"
+    """Which collectives and waits they have; ``uncut``: those that remain in two row blocks; ``exchanges``: those for
+    experts' rows, which remain in any row blocks."""
     gain: float = 1.0
-    """By how much collectives in two row blocks may be faster."""
+    """By how much collectives of row blocks may be faster."""
 
     def of(self, one: Pass) -> Pass:
         """Return a changed pass."""
@@ -50,7 +54,8 @@ class Change:
             return replace(one, **{name: seconds / self.gain for name, seconds in lanes.items()})
         repeated_s = one.repeated_s if self.repeats else 0.0
         attention_s = one.attention_s if self.attends else 0.0
-        return replace(_compute_alone(one), compute_s=one.compute_s + repeated_s + attention_s)
+        idle_s = one.exchanged_s / self.gain if self.waits == "exchanges" else 0.0
+        return replace(_compute_alone(one), compute_s=one.compute_s + repeated_s + attention_s, idle_s=idle_s)
 
     def adds_to(self, other: Change) -> bool:
         """Return whether changed passes have at least all that ``other`` leaves in them."""
@@ -69,11 +74,13 @@ def passes_beside(keep: Decisions, policy: Policy, *, waits: bool, gain_of_piece
 
     - ``keep``: the plan of the layout that keeps everything.
     - ``waits``: whether its waits are known.
-    - ``gain_of_pieces``: by how much two collectives are faster at most than one with the rows of both.
+    - ``gain_of_pieces``: by how much collectives are faster at most than one with the rows of all.
     """
     kernels = _repeated(keep, policy)
     in_blocks = policy.mlp_blocks or policy.attention_chunks or policy.recompute == ROWWISE
     beside_exchanges = keep.expert_overlap and policy.recompute != "none"
+    if waits and policy.recompute == ROWWISE and not beside_exchanges and _exchanges_as_much_in_blocks(keep):
+        return [kernels, replace(kernels, waits="exchanges", gain=gain_of_pieces)]
     if not waits or in_blocks or beside_exchanges or keep.modules != "auto":
         return [kernels]
     if policy.recompute == "none" or (keep.layout.ep == 1 and policy.recompute != "tokenwise"):
@@ -81,6 +88,19 @@ def passes_beside(keep: Decisions, policy: Policy, *, waits: bool, gain_of_piece
     else:
         with_waits = Change(waits="uncut", gain=gain_of_pieces if policy.recompute == "tokenwise" else 1.0)
     return [kernels, with_waits] if kernels != Change() else [with_waits]
+
+
+def _exchanges_as_much_in_blocks(keep: Decisions) -> bool:
+    """Return whether row blocks certainly exchange as many rows of experts as a layer that is routed at once.
+
+    A capacity that follows from the load is that of the fullest rank, whose rows are rounded in each block. It is not
+    smaller in any block where all ranks have equally many rows of the whole layer.
+    """
+    of, ep = keep.model.mixture, keep.layout.ep
+    if of is None or ep == 1:
+        return False
+    rows = keep.routed_tokens * of.per_token
+    return keep.expert_capacity > 0 or fullest_share(of, rows, keep.expert_load, ep) == 1.0
 
 
 def _compute_alone(one: Pass) -> Pass:

@@ -178,6 +178,8 @@ class CandidateBounds:
                 return replace(one, bound=bound, next_bound=self._after(one))
             if one.next_bound == "alone":
                 target_s = min(limit_s, bound.step_s * FARTHER)
+                if candidate.base.layout.pp == 1 and target_s < limit_s:
+                    return replace(one, next_bound="")  # plays of a few alphas take no longer
                 bound = self._of_one_stage(candidate, bound, target_s)
                 again = 0 < target_s <= bound.step_s < limit_s and candidate.policy.alpha is None
                 return replace(one, bound=bound, next_bound="alone" if again else self._after(one))
@@ -194,15 +196,17 @@ class CandidateBounds:
 
     def _after(self, one: Bounded) -> NextBound:
         """Return the bounds that come after those of ``one``; without stages, a few plays take no longer than they."""
-        layout, swaps = one.candidate.base.layout, one.candidate.policy.alpha != 0
-        if one.next_bound == "beside" and swaps and rebuilds_all(one.candidate.base):
+        layout, policy = one.candidate.base.layout, one.candidate.policy
+        if one.next_bound == "beside" and policy.alpha != 0 and rebuilds_all(one.candidate.base):
             return "unswapped"
         if one.next_bound in {"beside", "unswapped", "pipeline"}:
             return "layers"
+        if layout.pp == layout.subsequences == layout.metp == 1 and one.next_bound == "layers" and not self._front:
+            return "alone" if policy.alpha is None and not policy.swaps_some else ""
         if layout.pp == 1 or layout.subsequences > 1:
             return ""
         ranges: tuple[NextBound, ...] = ("wide", "narrow") if self._front else ("wide", "alone")
-        if one.candidate.policy.alpha is not None:
+        if policy.alpha is not None:
             ranges = () if self._front else ("alone",)
         order: tuple[NextBound, ...] = ("layers", "passes", *ranges, "memory", "")
         return order[order.index(one.next_bound) + 1]

@@ -79,8 +79,11 @@ KERNELS = (
 )
 """The fields of ``Pass`` that are parts of the compute lane, in the order in which they are summed up."""
 
-WAITS = ("idle_s", "forward_idle_s", "backward_idle_s", "uncut_idle_s")
+WAITS = ("idle_s", "forward_idle_s", "backward_idle_s", "uncut_idle_s", "exchanged_s")
 """The fields of ``Pass`` that are waits of compute."""
+
+EXCHANGED = {("experts.dispatch", "experts.arrange"), ("experts.arrange.back", "experts.combine")}
+"""Kernels one after the other, where ranks exchange the first one's rows and the second reads what arrives."""
 
 Floats = NDArray[np.float64]
 
@@ -114,6 +117,9 @@ class Pass:
 
     It excludes Ulysses' exchanges in forward, which can run beside another row block. It also excludes what precedes
     the first kernel of a layer's backward: recompute stands there, and may include kernels that this pass has later."""
+    exchanged_s: float = 0.0
+    """Part of ``idle_s`` between the copy of experts' rows that are sent and the kernel that arranges or sums what
+    arrives, where no kernel lies between the two: row blocks wait as long for their parts."""
     out_s: float = 0.0
     in_s: float = 0.0
     """Seconds of the copies to the host, and of those from there."""
@@ -353,11 +359,12 @@ class _FewLayers:
         self._instance = np.repeat(np.arange(len(of_instance)), np.array(lengths)[of_instance])
         at = np.concatenate([np.arange(starts[number], starts[number + 1]) for number in of_instance.tolist()])
         rows = np.array([row for template in program.templates for row in _rows(template, pricer)], dtype=np.float64)
-        lane, seconds, forward, head, attention, rebuilt, again, backward, begins = rows[at].T
+        lane, seconds, forward, head, attention, rebuilt, again, backward, begins, exchanged = rows[at].T
         self._lane = lane.astype(np.int64)
         self._inside = self._of_instances([_in_every_micro_batch(_template(program, i)) for i in program.instances])
         self._middle = self._inside & self._of_instances([i.layer in middle for i in program.instances])
         self._seconds, self._forward = seconds * self._inside, forward
+        self._exchanged = exchanged
         self._inside_forward, self._inside_backward = forward * (1 - begins), backward * (1 - begins)
         first = self._of_instances([i.subsequence == 0 for i in program.instances])
         every = np.ones(len(lane))
@@ -388,7 +395,8 @@ class _FewLayers:
         once: Floats = np.bincount(self._lane, self._seconds, len(Lane)).astype(np.float64)
         more: Floats = np.bincount(self._lane, self._seconds * self._middle, len(Lane)).astype(np.float64)
         idle, uncut = self._idle_s()
-        waits = np.array([idle, idle * self._inside_forward, idle * self._inside_backward, uncut])
+        inside = (idle * self._inside_forward, idle * self._inside_backward)
+        waits = np.array([idle, *inside, uncut, idle * self._exchanged])
         return _Line(once, more), _Line(waits.sum(axis=1), waits[:, self._middle].sum(axis=1))
 
     def _idle_s(self) -> tuple[Floats, Floats]:
@@ -447,7 +455,7 @@ def _rows(template: Template, pricer: Pricer) -> list[tuple[float, ...]]:
     """Return each instruction's lane and seconds, and 1 where it is of a part of the pass, else 0.
 
     The parts: the forward of layers, the head, attention in that forward, recompute, what ``Pass.repeated_s`` counts,
-    the backward of layers, and the first kernels of templates.
+    the backward of layers, the first kernels of templates, and what waits for experts' rows (``Pass.exchanged_s``).
     """
     of_layers, counted = template.block is BlockKind.LAYER, _in_every_micro_batch(template)
     forward, backward = (of_layers and template.kind is kind for kind in (TemplateKind.FORWARD, TemplateKind.BACKWARD))
@@ -463,9 +471,21 @@ def _rows(template: Template, pricer: Pricer) -> list[tuple[float, ...]]:
             again,
             backward,
             each is first,
+            exchanged,
         )
-        for each, again in zip(template.instructions, _are_repeated(template), strict=True)
+        for each, again, exchanged in zip(
+            template.instructions, _are_repeated(template), _wait_for_experts(template), strict=True
+        )
     ]
+
+
+def _wait_for_experts(template: Template) -> list[bool]:
+    """Return for each instruction whether the kernel before it copies experts' rows that it needs from other ranks."""
+    found, before = list[bool](), ""
+    for each in template.instructions:
+        found.append((before, each.op) in EXCHANGED)
+        before = each.op if each.lane is Lane.COMPUTE else before
+    return found
 
 
 def _is_layer_backward(template: Template) -> bool:

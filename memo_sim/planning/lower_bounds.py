@@ -167,6 +167,8 @@ class LowerBounds:
         """
         if not stands_alone(low):
             return 0.0
+        if low.layout.pp == 1:
+            return self._alone.step_s(low, high, 0, before_s=0.0, after_s=0.0) or 0.0
         parts = self._parts(kept(low), self.passes.computed)
         around, last = self._around_stages(low, parts.layers, ()), low.layout.pp - 1
         of_stages = self._of_stages(kept(low), parts.whole, parts.layers, ())
@@ -376,7 +378,7 @@ class LowerBounds:
         Raises:
             Infeasible: when the plan cannot be lowered.
         """
-        if not stands_alone(decisions) or decisions.memory_policy != "planned":
+        if decisions.layout.pp == 1 or not stands_alone(decisions) or decisions.memory_policy != "planned":
             return 0
         if decisions not in self._stage_bytes:
             bytes_of = self._alone.device_bytes

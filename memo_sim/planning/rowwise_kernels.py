@@ -21,7 +21,7 @@ from memo_sim.program.ir.instruction import Template
 from memo_sim.program.ir.kinds import BlockKind, TemplateKind
 from memo_sim.program.ir.work import Rowwise
 from memo_sim.program.layout.recomputed_layers import ALL
-from memo_sim.program.lower import lower
+from memo_sim.program.lower import lower, lower_passes
 from memo_sim.program.operators.workspaces import FUSED_KINDS, HEAD_KINDS
 
 FEW = 2
@@ -199,7 +199,7 @@ class _LayerWorks:
         Raises:
             Infeasible: when the plan cannot be lowered.
         """
-        (program,) = lower(decisions)
+        program = lower_passes(decisions)  # behind the passes is none of this work
         self.ends: Counter[Rowwise] = Counter()
         """Of what is not in layers."""
         self.forward: dict[_Part, Counter[Rowwise]] = {}

@@ -67,8 +67,9 @@ def _times(slices: StageSlices, decisions: Decisions) -> dict[int, int]:
     # Backwards that drain the pipeline repeat, too, but what is left out are forwards and backwards in turn.
     drained = max(number for number, each in enumerate(slices.passes) if each.kind is Kind.FORWARD) + 2
     for (window,) in windows(decisions.layout, [slices.passes[:drained]], beyond)[:1] if beyond else []:
-        # A window begins with a backward; the forward before it begins that slice.
+        # With several stages, a window begins with a backward; the forward before it begins that slice.
+        before = int(slices.passes[window.first].kind is Kind.BACKWARD)
         for first, kind in slices.kinds.items():
-            if window.first <= first + 1 < window.end:
+            if window.first <= first + before < window.end:
                 found[kind] += beyond // window.micro_batches
     return found

@@ -31,7 +31,7 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.costs.pricing import NodeRates
 from memo_sim.engine.memory import memory_of
 from memo_sim.engine.playback import Floats
-from memo_sim.engine.repetition import RECEIVED_AHEAD, Repetition, period_of, windows
+from memo_sim.engine.repetition import PLAYED, RECEIVED_AHEAD, Repetition, period_of, windows
 from memo_sim.engine.segments import Segments, cut
 from memo_sim.planning.pricers import Pricers
 from memo_sim.planning.recent import Recent
@@ -60,9 +60,12 @@ ROUNDING = 1e-9
 
 
 def stands_alone(decisions: Decisions) -> bool:
-    """Return whether a stage of the plan can be played by itself: one that does not run all forwards first (GPipe)."""
+    """Return whether a stage of the plan can be played by itself: one that does not run all forwards first (GPipe).
+
+    A plan without stages is played like one stage, but not with METP, whose many hops take as long as the plan itself.
+    """
     layout = decisions.layout
-    return layout.pp > 1 and layout.subsequences == 1 and layout.schedule != "gpipe"
+    return layout.subsequences == 1 and (layout.metp == 1 if layout.pp == 1 else layout.schedule != "gpipe")
 
 
 @dataclass
@@ -280,6 +283,8 @@ def fewest_micro_batches(decisions: Decisions, stage: int) -> int:
     them change the bound by its rounding only: a stage that waits for no other is steady from there on.
     """
     layout, times = decisions.layout, decisions.micro_batches
+    if layout.pp == 1:
+        return min(times, PLAYED)
     later, period, chunks = layout.pp - 1 - stage, period_of(layout), layout.virtual_stages
     if layout.schedule == "interleaved":
         before = 2 * later + (chunks - 1) * layout.pp

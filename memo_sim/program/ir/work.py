@@ -335,6 +335,8 @@ class Collective:
     group: Group
     root: int = field(default=0, repr=False)
     """Coordinate of the rank that broadcasts or gets the sum; the instruction's name contains it too."""
+    calls: int = field(default=1, repr=False)
+    """Calls of the library that move the bytes, one after the other; the op tells it, so the hash leaves it out."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,8 @@ METRICS = 2
 """fp32 numbers of a chunk: correct tokens, and the sum of entropies."""
 STATISTICS = 3
 """fp32 numbers of a token that ranks combine: maximum, sum of exponentials and the target's logit."""
+STATISTICS_CALLS = 2
+"""Calls that combine them: the largest maximum, then sums relative to it (``memo_exec/kernels/collective.py``)."""
 AUTOGRAD: tuple[Loss, ...] = ("eager-fp32", "checkpointed", "checkpointed-fp32")
 """Forms that torch's operators and their autograd compute, in fp32."""
 SOFTMAX_READS, SOFTMAX_BACKWARD_READS = 3, 3
@@ -364,7 +366,8 @@ class LossWriter:
         """Write the all-reduce of ``numbers`` fp32 numbers a token over the tensor-parallel ranks, if several."""
         if self.shape.tp == 1:
             return
-        work = Collective("all_reduce", FP32_BYTES * numbers * stats.tokens, self.shape.tp, "tp")
+        calls = STATISTICS_CALLS if op == "loss.all_reduce" else 1
+        work = Collective("all_reduce", FP32_BYTES * numbers * stats.tokens, self.shape.tp, "tp", calls=calls)
         self.builder.emit(name, op, Lane.TP, work, tensor=accumulates(stats))
 
 

@@ -11,6 +11,8 @@ of the table), and give ``tests/sim/program/layout/test_compatibility.py`` decis
 
 from __future__ import annotations
 
+from itertools import groupby
+
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.layout.rules.adapters import ADAPTERS
 from memo_sim.program.layout.rules.attention_chunks import ATTENTION_CHUNKS
@@ -50,6 +52,7 @@ from memo_sim.program.layout.rules.recompute import (
 )
 from memo_sim.program.layout.rules.ring_self_attention import RING_SELF_ATTENTION
 from memo_sim.program.layout.rules.rowwise import ROWWISE_RECOMPUTE
+from memo_sim.program.layout.rules.rule import Rule
 from memo_sim.program.layout.rules.sinks import SINKS
 from memo_sim.program.layout.rules.states import STATES
 from memo_sim.program.layout.rules.subsequences import SUBSEQUENCES
@@ -113,9 +116,13 @@ ARENA_RULES = (
 """What no arena is planned for; programs can be written for it, and the search refuses it."""
 
 
+_RUNS = tuple((beside, tuple(rules)) for beside, rules in groupby(RULES, key=lambda rule: rule.beside))
+"""The rules in their order; those in succession that share a condition are read only where it is true."""
+
+
 def goes_together(decisions: Decisions) -> bool:
     """Return whether decisions break no rule of ``RULES``."""
-    return not any(rule.breaks(decisions) for rule in RULES)
+    return _broken(decisions) is None
 
 
 def check_compatible(decisions: Decisions) -> None:
@@ -124,6 +131,15 @@ def check_compatible(decisions: Decisions) -> None:
     Raises:
         Infeasible: naming the first rule of the table that they break.
     """
-    for rule in RULES:
-        if rule.breaks(decisions):
-            raise rule.refusal(decisions)
+    if (rule := _broken(decisions)) is not None:
+        raise rule.refusal(decisions)
+
+
+def _broken(decisions: Decisions) -> Rule | None:
+    """Return the first rule that decisions break."""
+    for beside, rules in _RUNS:
+        if beside is None or beside(decisions):
+            for rule in rules:
+                if rule.breaks(decisions):
+                    return rule
+    return None

@@ -15,7 +15,7 @@ from memo_exec import offload_activations
 from memo_exec.offload import lanes as lanes_module
 from memo_exec.offload import moves as moves_module
 from memo_exec.offload import own_pages
-from memo_exec.offload.context import keep_activations
+from memo_exec.offload.context import OffloadActivations, keep_activations
 from memo_exec.offload.own_pages import OwnPages
 from tests.exec_cpu.offload.test_offload_activations import LiveBytes, equal, gradients, make
 
@@ -35,7 +35,8 @@ def test_gradients_are_those_of_autograd(name: str, use_streams: bool) -> None:
         with context:
             loss = forward()
         assert equal(gradients(loss, parameters), wanted)
-    assert context.statistics.offloaded_bytes == context.statistics.restored_bytes > 0
+    assert context.statistics.offloaded_bytes >= context.statistics.restored_bytes > 0
+    context.synchronize()  # counts what has died since the last unpack
     assert context.statistics.host_peak_bytes < context.statistics.offloaded_bytes
     assert context._swap._host_bytes == 0  # type: ignore[attr-defined]
 
@@ -96,6 +97,8 @@ def test_parts_of_a_storage_are_copied_with_what_is_between_them() -> None:
             del whole
             for _ in range(3):
                 loss = loss + (weight * 3).square().sum()
+        if isinstance(context, OffloadActivations):
+            context._swap._in_flight.join()  # type: ignore[attr-defined]
         return torch.autograd.grad(loss, weight)[0]
 
     for rows, copies, size in ((4096, 1, 3 * 2**20), (256, 3, 3 * 2**16)):
@@ -112,6 +115,7 @@ def test_restored_bytes_serve_a_second_backward() -> None:
     context = offload_activations(device="cpu", min_offload_size=1024, debug=True)
     with context:
         loss = forward()
+    context.synchronize()  # the original of a copy in flight would be used in place
     assert equal(list(torch.autograd.grad(loss, list(parameters.values()), retain_graph=True)), wanted)
     restored = context.statistics.restored_tensors
     assert equal(gradients(loss, parameters), wanted)

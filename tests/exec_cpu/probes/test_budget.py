@@ -11,10 +11,10 @@ from typing import cast
 import pytest
 import torch
 
-from memo_exec.probes import collectives
+from memo_exec.probes import collectives, timing
 from memo_exec.probes.budget import Budget, launched_s, process_age_s
 from memo_exec.probes.ranks import Ranks
-from memo_exec.probes.timing import Sample
+from memo_exec.probes.timing import Effort, Sample, time_call
 
 
 def test_shares_count_what_has_passed_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,3 +79,18 @@ def test_a_call_on_a_cpu_is_timed_from_the_arrival_of_the_last_rank(monkeypatch:
     assert sample.seconds == pytest.approx(statistics.median(given[0]) / 2)
     assert len(threads) == 1
     assert threads != {threading.current_thread().name}
+
+
+@pytest.mark.parametrize(("call_s", "calls"), [(2 * timing.LONG_S, 1), (timing.LONG_S / 2, 2)])
+def test_one_long_call_is_enough_when_time_is_short(monkeypatch: pytest.MonkeyPatch, call_s: float, calls: int) -> None:
+    now, made = [0.0], []
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def call(i: int) -> None:
+        made.append(i)
+        now[0] += call_s
+
+    hurried = Effort(repeats=1, seconds=0.0, most=1, patience_s=0.0)
+    assert time_call(call, torch.device("cpu"), hurried).seconds == pytest.approx(call_s)
+    assert len(made) == calls
+    assert set(made) == {0}  # so one set of operands is enough

@@ -12,7 +12,7 @@ from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.costs.pricing import Pricer
 from memo_sim.costs.rowwise import RowwiseRates
 from memo_sim.program.ir.instruction import Lane
-from memo_sim.program.ir.work import Attention, Copy, Gemm, HostUpdate, Rowwise, Work
+from memo_sim.program.ir.work import Attention, Collective, Copy, Gemm, HostUpdate, Rowwise, Work
 from memo_sim.program.lower import lower
 from memo_sim.validation.cases import list_case_files, load_cases
 
@@ -181,3 +181,17 @@ def test_a_published_layer() -> None:
         total[name] = sum(price.seconds(w) for w in works if not isinstance(w, Attention))
     assert total["layer.fwd"] == pytest.approx(5.9e-3, rel=0.12)
     assert total["layer.bwd"] == pytest.approx(9.2e-3, rel=0.12)
+
+
+def test_each_call_of_a_collective_starts_anew() -> None:
+    layout = Layout(tp=8, sequence_parallel=True)
+    once, half = (Collective("all_reduce", size, 8, "tp") for size in (2**16, 2**15))
+    twice = Collective("all_reduce", 2**16, 8, "tp", calls=2)
+    prices = pricer(layout=layout)
+    assert prices.seconds(twice) == 2 * prices.seconds(half) > prices.seconds(once)
+    assert repr(twice) == repr(once)  # the op says how many calls there are, so hashes of programs stay
+    model = load_model("gpt-7b")
+    plan = Decisions(model=model, layout=layout, seq_tokens=4096)
+    walked = [each for _, each in lower(plan)[0].walk()]
+    several = {each.op for each in walked if isinstance(each.work, Collective) and each.work.calls > 1}
+    assert several == {"loss.all_reduce"}

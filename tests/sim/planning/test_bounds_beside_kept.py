@@ -133,6 +133,25 @@ def test_no_plan_is_faster_than_its_layouts_bound(name: str, layout: Layout, how
     check(bounds_on("h100-4x8"), "h100-4x8", plan(name, layout, how))
 
 
+@pytest.mark.parametrize(
+    ("fields", "counted"),
+    [
+        ({}, True),
+        ({"expert_load": "zipf-1"}, False),
+        ({"expert_load": "zipf-1", "expert_capacity": 0.5}, True),
+        ({"expert_overlap": True}, False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("rows", [256, 1024, 4096])
+def test_row_blocks_wait_for_experts_rows(rows: int, fields: dict[str, object], counted: bool) -> None:
+    """A capacity that follows from an uneven load is rounded in each block; products may hide exchanges beside them."""
+    base = plan("qwen3-30b-a3b", Layout(ulysses=2, dp=4, ep=8, zero=1), "rowwise")
+    decisions = msgspec.structs.replace(base, mlp_chunk_tokens=rows, **fields)
+    computed_s, waited_s = check(bounds_on("h100-4x8"), "h100-4x8", decisions)
+    assert (waited_s > 1.01 * computed_s) == counted
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cluster_name", ["h100-4x8", "a800-4x8"])
 @pytest.mark.parametrize("layout", DENSE, ids=layout_label)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from memo_sim.contract.catalog import load_cluster, load_model
-from memo_sim.contract.knobs import Schedule
+from memo_sim.contract.knobs import Recompute, Schedule
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.engine.simulate import simulate
@@ -280,10 +280,23 @@ def test_copies_and_uneven_heads_are_not_below_their_lower_bound(layout: Layout)
 
 @pytest.mark.parametrize("sequences", [1, 2])
 @pytest.mark.parametrize(("recompute", "alpha"), [("none", 0.0), ("none", 1.0), ("full", 0.0), ("tokenwise", 0.5)])
-def test_subsequences_of_several_sequences_are_not_below_their_lower_bound(sequences, recompute, alpha) -> None:
+@pytest.mark.parametrize(
+    ("layout", "window"),
+    [
+        (Layout(tp=2, sequence_parallel=True, pp=2, subsequences=4), 0),
+        (Layout(tp=2, sequence_parallel=True, pp=2, subsequences=4), 6000),
+        (Layout(cp=2, pp=2, subsequences=4), 0),
+        (Layout(cp=2, pp=2, subsequences=4), 256),
+        (Layout(cp=4, cp_exchange="all_gather", subsequences=4), 0),
+    ],
+    ids=["tp", "tp-window", "ring", "ring-window", "all-gather"],
+)
+def test_subsequences_of_several_sequences_are_not_below_their_lower_bound(
+    layout: Layout, window: int, sequences: int, recompute: Recompute, alpha: float
+) -> None:
     cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=ROOM, host_bytes=ROOM)
     base = Decisions(
-        model=shallow(8), layout=Layout(tp=2, sequence_parallel=True, pp=2, subsequences=4), seq_tokens=1 << 14,
+        model=msgspec.structs.replace(shallow(8), window=window), layout=layout, seq_tokens=1 << 14,
         micro_batch=sequences, global_batch=4, loss_chunk_tokens=4096,
     )  # fmt: skip
     decisions = with_alpha(base, recompute, alpha)

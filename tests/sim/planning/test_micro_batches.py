@@ -39,8 +39,11 @@ def test_the_best_micro_batch_is_found(asked: dict[str, object]) -> None:
     assert len(of_best) > 2, "the explanation knows the other policies"
 
 
-def test_sequences_in_subsequences_may_go_through_the_stages_together() -> None:
-    question = question_of({**IN_SUBSEQUENCES, "global_batch": 2, "recompute": "none", "alpha": 0.0})
+@pytest.mark.parametrize("cp", [1, 2])
+def test_sequences_in_subsequences_may_go_through_the_stages_together(cp: int) -> None:
+    machine = {"cp": cp, "cluster": f"h100-1x{2 * cp}"}
+    asked = {**IN_SUBSEQUENCES, "global_batch": 2, "recompute": "none", "alpha": 0.0} | machine
+    question = question_of(asked)
     best = with_larger_micro_batches(question, search(question)).best
     assert best is not None
     assert (best.decisions.layout.subsequences, best.decisions.micro_batch) == (2, 2)

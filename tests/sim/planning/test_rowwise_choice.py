@@ -20,7 +20,7 @@ from memo_sim.planning.search import play, search
 from memo_sim.planning.space import candidates
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Rowwise
-from memo_sim.program.lower import lower
+from memo_sim.program.lower import lower, lower_passes
 from memo_sim.program.operators.workspaces import FUSED_KINDS
 from tests.refusals import refused
 
@@ -80,7 +80,12 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> list[Decisions]:
         found.append(decisions)
         return lower(decisions, **options)
 
+    def counted_passes(decisions: Decisions) -> Program:
+        found.append(decisions)
+        return lower_passes(decisions)
+
     monkeypatch.setattr(rowwise_kernels, "lower", counted)
+    monkeypatch.setattr(rowwise_kernels, "lower_passes", counted_passes)
     return found
 
 

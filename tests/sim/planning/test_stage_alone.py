@@ -93,6 +93,25 @@ def test_more_micro_batches_of_a_stage_alone_change_nothing(
     assert found == pytest.approx(again, rel=1e-9)
 
 
+@pytest.mark.parametrize("fields", [{"dp": 4, "zero": 3}, {"tp": 2, "sequence_parallel": True}, {"ulysses": 2}])
+@pytest.mark.parametrize(("recompute", "alpha"), POLICIES)
+def test_no_plan_without_stages_is_faster_than_its_lanes_alone(fields, recompute: str, alpha: float) -> None:
+    cluster, hardware = machine()
+    decisions = with_alpha(pipeline("1f1b", pp=1, layers=6, batch=8, **fields), recompute, alpha)
+    step_s = simulate(decisions, hardware, cluster).prediction.step_s
+    assert step_s is not None
+    assert 0.75 * step_s < LowerBounds(hardware, cluster).of_one_stage(decisions, decisions) <= step_s
+
+
+def test_a_range_of_alphas_without_stages_is_not_faster_than_its_lanes_alone() -> None:
+    cluster, hardware = machine()
+    plan = pipeline("1f1b", pp=1, layers=8, batch=8, tp=2, sequence_parallel=True)
+    bounds, grid = LowerBounds(hardware, cluster), Grid.of(with_alpha(plan, "tokenwise", 0.0))
+    found_s = bounds.of_one_stage(grid.at(8), grid.at(12))
+    inside = [simulate(grid.at(step), hardware, cluster).prediction.step_s or 0.0 for step in (8, 10, 12)]
+    assert 0.75 * min(inside) < found_s <= min(inside)
+
+
 def test_a_range_of_alphas_is_not_faster_than_one_of_its_stages_alone() -> None:
     cluster, hardware = machine()
     bounds, grid = LowerBounds(hardware, cluster), Grid.of(with_alpha(PIPELINES["chunks"], "tokenwise", 0.0))

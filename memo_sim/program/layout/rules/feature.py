@@ -50,6 +50,7 @@ class Feature:
             got=got,
             wanted=wanted or _listed(allowed),
             hint=f"{because}; {self.hint}" if because else self.hint,
+            beside=chosen,
         )
 
 

@@ -26,6 +26,8 @@ class Rule:
     got: Text
     wanted: str
     hint: str
+    beside: Test | None = None
+    """Part of ``breaks`` that several rules share: decisions for which it is false do not break the rule."""
 
     def refusal(self, decisions: Decisions) -> Infeasible:
         """Return the error for decisions that break the rule."""
