@@ -537,7 +537,11 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "METP: subsequences": (Layout(metp=2, subsequences=2), {}, "2 with metp 2"),
     "METP: schedule": (Layout(metp=2, pp=5, schedule="zero-bubble"), {}, "zero-bubble with metp 2"),
     "METP: recompute": (Layout(metp=2), {"recompute": "selective"}, "selective with metp 2"),
-    "METP: mlp_chunk_tokens": (Layout(metp=2), {"recompute": "full", "mlp_chunk_tokens": 512}, "512 with metp 2"),
+    "METP: mlp_rebuild": (
+        Layout(metp=2),
+        {"recompute": "full", "mlp_chunk_tokens": 512, "mlp_rebuild": "twice"},
+        "twice with metp 2",
+    ),
     "METP: memory_policy": (Layout(metp=2), {"memory_policy": "eager"}, "eager with metp 2"),
     "METP: keep_norms": (Layout(metp=2), {"recompute": "full", "keep_norms": True}, "true with recompute full"),
     "METP: attention": (Layout(metp=2), {"kernels": PLAIN}, "plain with metp 2"),
@@ -593,7 +597,6 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"memory_policy": "eager", **CHUNKS},
         "eager with chunks of 512 tokens",
     ),
-    "attention in chunks: metp": (Layout(metp=2), CHUNKS, "2 with chunks of 512 tokens"),
     "bidirectional model: cp_exchange": (
         Layout(cp=2, cp_exchange="all_gather"),
         {"model": BIDIRECTIONAL},
