@@ -16,7 +16,7 @@ For each token of a rank, in units of the hidden size and with as many key/value
 device:
 
     beside the MLP's backward    1 + 1 + 7 / p    the norm's output, the outputs of all parts, Q K V and the ring's K V
-    in attention's backward      1 + 1 + 18 / p   the same, the output's gradient, d_Q d_K d_V, sums on their way
+    in attention's backward      1 + 1 + 17 / p   the same, the output's gradient, d_Q d_K d_V, parts, sums on their way
 
 What stays is of all tokens: the sums of the projections and of the gradients of the norm's output.
 """

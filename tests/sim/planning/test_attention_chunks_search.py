@@ -164,12 +164,15 @@ def test_row_wise_recompute_goes_further_in_chunks() -> None:
     assert "attention swapped, in chunks" in pruned.best.policy.label
 
 
-@pytest.mark.parametrize(("tokens", "cp"), [(192 * K, 1), (256 * K, 1), (256 * K, 2)])
-def test_the_lower_bound_is_below_the_played_step(tokens: int, cp: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "ring", "ranks"), [(192 * K, "cp", 1), (256 * K, "cp", 1), (256 * K, "cp", 2), (512 * K, "metp", 4)]
+)
+def test_the_lower_bound_is_below_the_played_step(tokens: int, ring: str, ranks: int) -> None:
     """Calls without a mask may be faster than the causal call, whose time is known."""
-    question = ask(tokens, devices=cp, cp=cp, attention_chunk_tokens=tokens // 4)
+    layout = {"devices": ranks, ring: ranks}
+    question = ask(tokens, **layout, attention_chunk_tokens=tokens // 4)
     bounds = LowerBounds(question.hardware, question.cluster)
-    keep = next(c.base for c in candidates(ask(tokens, devices=cp, cp=cp, recompute="none", alpha=0.0))[0])
+    keep = next(c.base for c in candidates(ask(tokens, **layout, recompute="none", alpha=0.0))[0])
     for candidate in candidates(question)[0]:
         played = play(question, candidate.base).prediction
         rough = bounds.rough(candidate.base, keep=msgspec.structs.replace(keep, kernels=candidate.base.kernels))
