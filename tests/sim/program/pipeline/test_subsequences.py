@@ -209,7 +209,6 @@ def test_one_subsequence_is_the_program_without_subsequences() -> None:
 @pytest.mark.parametrize(
     ("layout", "more", "where"),
     [
-        (Layout(subsequences=2, cp=2), {"micro_batch": 2}, "decisions.micro_batch"),
         (Layout(subsequences=2, cp=2, cp_exchange="rsa"), {}, "layout.subsequences"),
         (Layout(subsequences=2, cp=2, pp=2, multiplexed=True), {"global_batch": 1}, "layout.multiplexed"),
         (Layout(subsequences=2, pp=2, multiplexed=True), {"micro_batch": 2}, "micro_batch"),
