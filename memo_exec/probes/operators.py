@@ -130,7 +130,8 @@ class Bench:
             sets = min(MOST_OPERAND_SETS, 2 + self.cache_bytes // max(1, operator.bytes))
             if self._passing is not None:
                 sets = max(sets, min(WARM_UPS + effort.most, COLD_BYTES // max(1, operator.bytes)))
-            sets = min(effort.most, operand_sets(self.device, sets, operator.bytes, MOST_SET_BYTES))
+            sets = operand_sets(self.device, sets, operator.bytes, MOST_SET_BYTES)
+            sets = min(sets, WARM_UPS + effort.most)  # one for each call
             context = Context(operator.decisions, self.device, StepScalars(lr=1e-4, clip=1.0))
             calls = [Call(operator.instruction, context, self._tensors(operator)) for _ in range(sets)]
             kernel = KERNELS[operator.instruction.op]

@@ -27,7 +27,7 @@ from memo_exec.probes import clocks, copy_rates, in_step, memory, operators, tim
 from memo_exec.probes import grid as grids
 from memo_exec.probes.copies import Lanes
 from memo_exec.probes.copy_rates import Copies
-from memo_exec.probes.operators import MOST_OPERAND_SETS, Bench, Operator, operand_sets, operators_of
+from memo_exec.probes.operators import Bench, Operator, operand_sets, operators_of
 from memo_exec.probes.order import by_decision, left_out, table_of
 from memo_exec.probes.profile import Found, Shared, profile_of
 from memo_exec.probes.tables import Timed
@@ -312,7 +312,7 @@ def test_a_small_operators_repeats_have_operands_of_their_own(monkeypatch: pytes
     monkeypatch.setattr(bench, "_tensors", lambda operator: made.append(operator.bytes) or tensors(operator))
     operator = min(operators_of(grids.decisions(FEW, "torch-flash-cpu")), key=lambda each: each.bytes)
     bench.seconds(operator, Effort(repeats=2, seconds=0.0, most=5))
-    assert len(made) == max(WARM_UPS + 5, MOST_OPERAND_SETS)
+    assert len(made) == WARM_UPS + 5
     made.clear()
     monkeypatch.setattr(operators, "COLD_BYTES", 30 * operator.bytes)
     bench.seconds(operator, Effort(repeats=2, seconds=0.0, most=50))
