@@ -6,9 +6,10 @@ from math import prod
 
 from memo_sim.contract.adapters import NONE
 from memo_sim.contract.knobs import DEGREES, KNOBS
+from memo_sim.contract.plan import Layout
 from memo_sim.contract.summary import LeftOut
 from memo_sim.contract.units import format_tokens
-from memo_sim.planning.layouts import puts_off_cp
+from memo_sim.planning.layouts import puts_off_cp, takes_metp
 from memo_sim.planning.micro_batches import LAYOUTS, MOST_TOKENS, SIZES, are_searched
 from memo_sim.planning.presets import SYSTEMS
 from memo_sim.planning.question import Question
@@ -51,15 +52,15 @@ def _open_layouts(question: Question) -> list[LeftOut]:
     every = SYSTEMS["every-layout"]
     if _has_open_degrees(question):
         more = [
-            f"{name} above 1" for name in every.degrees if name not in system.degrees and getattr(pins, name) is None
+            f"{name} above 1"
+            for name in every.degrees
+            if name not in system.degrees and getattr(pins, name) is None and (name != "metp" or _takes_metp(question))
         ]
         if pins.ep is None and question.model.mixture and every.searches_ep > system.searches_ep:
             more.append("ep above 1")
         if pins.zero is None:
             more += [f"zero {level}" for level in every.zeros if level not in question.zeros]
         found += [LeftOut(what=", ".join(more), option="--system every-layout")] if more else []
-        if pins.metp is None and _alike(question) and question.adapters == NONE:
-            found.append(LeftOut(what="metp above 1", option="--system metp"))
     if puts_off_cp(question):
         found.append(LeftOut(what="cp beside subsequences, unless no plan with Ulysses fits", option="--cp"))
     if pins.subsequences is None and _alike(question):
@@ -101,7 +102,7 @@ def _of_other_systems(question: Question) -> list[LeftOut]:
     pinnable = [
         name
         for name in question.preset.pinnable
-        if getattr(question.pins, name) is None and (name != "metp" or _alike(question))
+        if getattr(question.pins, name) is None and (name != "metp" or _takes_metp(question))
     ]
     found = []
     if pinnable and _has_open_degrees(question):
@@ -111,10 +112,18 @@ def _of_other_systems(question: Question) -> list[LeftOut]:
 
 
 def _alike(question: Question) -> bool:
-    """Return whether METP and subsequences may be asked for: layers are alike, and sequences not packed (``RULES``)."""
+    """Return whether subsequences may be asked for: layers are alike, and sequences not packed (``RULES``)."""
     model = question.model
     alike = model.mixture is None and model.latent is None and len(model.layer_shapes) == 1
     return alike and question.documents is None
+
+
+def _takes_metp(question: Question) -> bool:
+    """Return whether METP may be asked for beside what the question pins."""
+    pins = question.pins
+    parts = pins.subsequences if isinstance(pins.subsequences, int) else 1
+    pinned = Layout(metp=2, tp=pins.tp or 1, cp=pins.cp or 1, ulysses=pins.ulysses or 1, subsequences=parts)
+    return takes_metp(question, pinned)
 
 
 def _has_open_degrees(question: Question) -> bool:

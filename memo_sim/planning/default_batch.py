@@ -4,6 +4,8 @@ The batch is the smallest that gives every device work: one micro-batch for each
 a replica. Replicas count as far as memory can hold them: the layout with most of them is taken whose states and
 activations are not known to be too large (``lower_bounds.py``, nothing is lowered). Plans that run every layer forward
 twice, whole or but for attention, do not count where others can fit: replicas that cost a second forward win nothing.
+Nor do METP's layouts where others can fit, if both are searched: METP is chosen for length, not for more replicas. The
+memory that it saves is paid for by smaller products and messages, and by what backward builds again.
 
     llama3-8b, 8k tokens, eight H100      dp 8 fits                          8 sequences
     gpt-7b, 1m tokens, eight A800         two replicas do not fit            1 sequence
@@ -19,7 +21,7 @@ from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.knobs import MOST_SEQUENCES
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.planning.blocks import loss_chunk
-from memo_sim.planning.layouts import layouts
+from memo_sim.planning.layouts import layouts, searches_metp_beside_others
 from memo_sim.planning.lower_bounds import LowerBounds
 from memo_sim.planning.presets import Policy
 from memo_sim.planning.question import Question
@@ -49,10 +51,13 @@ def _filled(question: Question) -> Question:
     found = sorted(layouts(question), key=lambda layout: _sequences(question, layout), reverse=True)
     bounds = LowerBounds(question.hardware, question.cluster)
     tried = policies(question)
-    for chosen in (tuple(p for p in tried if p.recompute not in ("full", ROWWISE)), tried):
-        for layout in found:
-            if _can_fit(question, bounds, layout, chosen):
-                return _with(question, layout, "the largest that may fit")
+    waits = searches_metp_beside_others(question)
+    first = [layout for layout in found if layout.metp == 1 or not waits]
+    for counted in (first, [layout for layout in found if layout.metp > 1] if waits else []):
+        for chosen in (tuple(p for p in tried if p.recompute not in ("full", ROWWISE)), tried):
+            for layout in counted:
+                if _can_fit(question, bounds, layout, chosen):
+                    return _with(question, layout, "the largest that may fit")
     least = min(found, key=lambda layout: _sequences(question, layout))
     return _with(question, least, "the smallest, as none may fit")
 

@@ -9,13 +9,16 @@ from msgspec.structs import replace
 
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.knobs import DEGREES, MOST_ZERO, PINNED, Part, Schedule
-from memo_sim.contract.plan import Layout
+from memo_sim.contract.plan import Kernels, Layout
 from memo_sim.planning.contradictions import check_pins
 from memo_sim.planning.question import Question
 from memo_sim.planning.sppo import allowed
 from memo_sim.planning.stage_splits import splits
 from memo_sim.planning.subsequences import counts
+from memo_sim.program.attention.plain import PLAIN
+from memo_sim.program.layout.compatibility import goes_together
 from memo_sim.program.layout.partition import partition
+from memo_sim.program.layout.recomputed_layers import ALL
 from memo_sim.program.layout.rules.metp import METP_SCHEDULE
 from memo_sim.program.layout.rules.multiplexing import MULTIPLEXING
 from memo_sim.program.layout.rules.pipeline_stages import MOST_ZERO_OF_STAGES
@@ -55,6 +58,8 @@ def layouts(question: Question) -> list[Layout]:
                 )
                 for shared in _multiplexed(question, layout)
             ]
+    if searches_metp_beside_others(question):
+        found = [layout for layout in found if layout.metp == 1 or takes_metp(question, layout)]
     if not found:
         named = {name: getattr(pins, name) for name in (*WITHIN_A_STAGE, "pp")}
         asked = ", ".join(f"{name} {degree}" for name, degree in named.items() if degree is not None)
@@ -71,7 +76,7 @@ def _divided(question: Question, devices: int) -> Iterator[tuple[int, int, int, 
     """Yield tp, cp, ulysses, metp and dp whose product is ``devices``.
 
     METP divides weights as tp does and tokens as cp does: beside it neither is tried, nor Ulysses, unless pinned
-    (``program/layout/compatibility.py``).
+    (``program/layout/rules/metp.py``).
     """
     pins, searched = question.pins, question.preset.degrees
     for metp in _degrees(pins.metp, devices, "metp" in searched):
@@ -84,6 +89,27 @@ def _divided(question: Question, devices: int) -> Iterator[tuple[int, int, int, 
                     dp = devices // (metp * tp * cp * ulysses)
                     if pins.dp in (None, dp):
                         yield tp, cp, ulysses, metp, dp
+
+
+def searches_metp_beside_others(question: Question) -> bool:
+    """Return whether METP's degree is searched beside other ways to divide a layer or a sequence."""
+    return question.pins.metp is None and {"metp", "cp"} <= set(question.preset.degrees)
+
+
+def takes_metp(question: Question, layout: Layout) -> bool:
+    """Return whether a METP layout goes with the question's model, knobs and pins.
+
+    Where others are searched as well, METP's layouts that do not are none that a user asked for: to name each among
+    the refused would hide the reasons that matter.
+    """
+    pins, layers = question.pins, question.pins.recompute_layers or ALL
+    asked = replace(
+        question.decisions(layout),
+        recompute=pins.recompute or ("none" if layers == ALL else "full"),
+        recompute_layers=layers,
+        kernels=Kernels(attention=PLAIN) if pins.attention == PLAIN else Kernels(),
+    )
+    return goes_together(asked)
 
 
 def _least_tp(question: Question) -> int:

@@ -10,9 +10,9 @@ memory. The rivals run on PyTorch's caching allocator under an eager framework (
                        allocated before the first step and hold every layer's skeletal tensors (4.1, 4.3.4). Without a
                        memory plan it is Megatron-LM's (5.3.1), whose tensors PyTorch's allocator serves
     metp               memory-efficient tensor parallelism (Liang et al. 2025) with dp and ZeRO 1 or 3 (its 6.2: FSDP is
-                       orthogonal), on planned memory and with MEMO's swap, which the paper has not. No other system
-                       searches its degree, so that their figures stay; those whose memory and ZeRO allow it have it
-                       where a question pins it
+                       orthogonal), on planned memory and with MEMO's swap, which the paper has not. `every-layout`
+                       searches its degree too, beside others. No other system does, so that their figures stay; those
+                       whose memory and ZeRO allow it have it where a question pins it
     deepspeed-ulysses  all-to-all around attention, degrees that divide the heads, ZeRO 3 over all ranks (MEMO 5.1, 5.2)
                        and full recompute, as in Megatron-DeepSpeed's examples of sequence parallelism, and as MEMO 5.2
                        says of its baselines
@@ -376,10 +376,9 @@ SYSTEMS = {
         ),
         System(
             "every-layout",
-            "every policy of `any` on every layout there is: tp, ring cp, Ulysses, pp and dp, with ZeRO 1 or 3",
+            "every policy of `any` on every layout there is: tp, ring cp, Ulysses, METP, pp and dp, with ZeRO 1 or 3",
             (KEEP, TOKENWISE, *EVERY_ROWWISE, *EVERY_FULL, LEAST_MEMORY, FULL_SWAP, PARTIAL_SWAP),
-            degrees=("tp", "cp", "ulysses", "pp", "dp"),
-            pinnable=("metp",),
+            degrees=("tp", "cp", "ulysses", "metp", "pp", "dp"),
             searches_ep=True,
             searches_micro_batches=True,
             zeros=(1, 3),

@@ -1,7 +1,8 @@
 """Compares METP's best plan with its rivals: the same ranks as tensor parallelism, as a cp ring, and as Ulysses.
 
-A rival has the same number of ranks, stages and replicas, and the same pins. All activation policies and ZeRO levels
-are open to it (for systems other than ``any`` and ``metp``, only the system's own).
+A rival has the same number of ranks, stages and replicas, and the same pins, but no METP. All activation policies and
+ZeRO levels are open to it (for systems other than ``any`` and ``metp``, only the system's own). Where METP is searched
+beside its rivals, they are compared only if METP has the best plan.
 
 METP computes attention in p^3 tiles: p groups of heads, p ring steps, p ranks. With short sequences a tile is too small
 to fill a device, and its messages are too small to hide. METP recomputes what it never keeps. What it saves is device
@@ -20,6 +21,7 @@ from memo_sim.contract.plan import Layout
 from memo_sim.contract.units import counted, format_bytes, format_percent, format_seconds, format_tokens
 from memo_sim.engine.simulate import Simulation
 from memo_sim.planning.contradictions import repinned
+from memo_sim.planning.layouts import searches_metp_beside_others
 from memo_sim.planning.outcome import Evaluated, SearchResult
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import play, search
@@ -38,10 +40,8 @@ NOTHING = 0.001
 
 def metp(question: Question, found: SearchResult, simulation: Simulation) -> list[str]:
     """Compare METP's best plan with its rivals; return nothing where the question is not about METP."""
-    pinned = question.pins.metp
-    about_it = pinned > 1 if pinned is not None else "metp" in question.preset.degrees
     ours = [e for e in found.ranked if e.decisions.layout.metp > 1 and e.prediction.status == "ok"]
-    if not about_it or not ours:
+    if not ours or (searches_metp_beside_others(question) and ours[0] is not found.best):
         return []
     mine = ours[0]
     layout = mine.decisions.layout

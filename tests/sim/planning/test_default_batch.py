@@ -49,6 +49,32 @@ def test_the_batch_gives_every_device_work(question: Question, sequences: int, m
     assert replace(filled, global_batch=1, batch_rule="") == replace(question, global_batch=1)
 
 
+@pytest.mark.parametrize(
+    ("model", "cluster", "seq_tokens"),
+    [("gpt-7b", "a100-1x8", 2 << 20), ("gpt-7b", "a800-1x8", 1 << 20), ("llama3-8b", "h100-1x8", 32 << 10)],
+)
+def test_metp_beside_other_layouts_brings_no_more_sequences(model: str, cluster: str, seq_tokens: int) -> None:
+    """At 2M tokens two replicas of METP 4 may fit; of other layouts one."""
+    found = with_filling_batch(asked(model, cluster, seq_tokens, system="every-layout"))
+    without = with_filling_batch(asked(model, cluster, seq_tokens, system="every-layout", metp=1))
+    assert (found.global_batch, found.batch_rule) == (without.global_batch, without.batch_rule)
+    if seq_tokens == 2 << 20:
+        pinned = asked(model, cluster, seq_tokens, system="every-layout", metp=4, pp=1)
+        assert (found.global_batch, with_filling_batch(pinned).global_batch) == (1, 2)
+
+
+@pytest.mark.parametrize("tokens", [256 << 10, 512 << 10])
+def test_metp_counts_where_no_other_layout_can_fit(tokens: int) -> None:
+    """Of plans that keep everything in one stage."""
+
+    def rule(system: str, metp: int | None = None) -> str:
+        kept = asked("gpt-7b", "a100-1x8", tokens, system=system, recompute="none", alpha=0.0, pp=1, metp=metp)
+        return with_filling_batch(kept).batch_rule
+
+    assert rule("every-layout", metp=1) == "not given: enough for dp 1, the smallest, as none may fit"
+    assert rule("every-layout") == rule("metp") != rule("every-layout", metp=1)
+
+
 def test_the_longest_sequence_is_asked_for_one() -> None:
     question = asked("gpt-7b", "a800-1x8", 64 << 10)
     assert with_one_sequence(question).global_batch == 1

@@ -8,6 +8,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from memo_sim.answers.longest import longest
 from memo_sim.answers.what_if import what_if
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import Infeasible, UsageError
@@ -29,9 +30,84 @@ def ask(system: str = "any", *, seq_tokens: int = 65536, global_batch: int = 8, 
     return Question(model, cluster, hardware, seq_tokens, system=system, pins=Pins(**pins), global_batch=global_batch)
 
 
-def test_one_system_searches_its_degree_and_the_others_have_one() -> None:
+def small(seq_tokens: int, *, system: str = "every-layout", device_gib: float = 9.5, **pins: object) -> Question:
+    """Two layers of gpt-7b on four small A100."""
+    cluster, hardware = with_memory(*load_cluster("a100-1x4"), device_bytes=int(device_gib * GIB), host_bytes=None)
+    model = msgspec.structs.replace(load_model("gpt-7b"), layers=2)
+    return Question(model, cluster, hardware, seq_tokens, system=system, pins=Pins(**pins), global_batch=1)
+
+
+def test_two_systems_search_its_degree_and_the_others_have_one() -> None:
     for name in SYSTEMS:
-        assert {layout.metp for layout in layouts(ask(name))} == ({1, 2, 4, 8} if name == "metp" else {1})
+        searched = name in ("metp", "every-layout")
+        assert {layout.metp for layout in layouts(ask(name))} == ({1, 2, 4, 8} if searched else {1})
+
+
+def test_metp_beside_other_layouts_takes_the_devices_that_dp_and_stages_leave() -> None:
+    found = [layout for layout in layouts(ask("every-layout")) if layout.metp > 1]
+    assert {(layout.tp, layout.cp, layout.ulysses) for layout in found} == {(1, 1, 1)}
+    assert {layout.metp * layout.dp * layout.pp for layout in found} == {8}
+    assert {layout.zero for layout in found if layout.pp == 1} == {1, 3}
+    assert {layout.zero for layout in found if layout.pp > 1} == {1}
+    assert {layout.schedule for layout in found} == {"1f1b", "interleaved"}
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [
+        {"tp": 2},
+        {"cp": 2},
+        {"ulysses": 2},
+        {"subsequences": 4},
+        {"recompute": "selective"},
+        {"recompute": "rowwise"},
+        {"recompute_layers": "first-2"},
+        {"memory_policy": "eager"},
+        {"schedule": "zero-bubble", "pp": 2},
+        {"tp_overlap": "chunked", "tp": 2},
+    ],
+    ids=str,
+)
+def test_beside_pins_that_it_does_not_go_with_metp_is_not_searched(pins: dict[str, object]) -> None:
+    asked = ask("every-layout", **pins)
+    assert layouts(asked) == layouts(ask("every-layout", metp=1, **pins))
+    _, reasons = candidates(asked)
+    assert "METP" not in "".join(reasons)
+
+
+def test_with_a_model_that_it_does_not_go_with_metp_is_not_searched() -> None:
+    asked = replace(ask("every-layout"), model=load_model("mixtral-tiny"))
+    assert {layout.metp for layout in layouts(asked)} == {1}
+
+
+def test_pins_that_only_some_policies_go_with_stop_no_search() -> None:
+    found, _ = candidates(small(65536, early_stop=True))
+    assert {c.policy.recompute for c in found if c.base.layout.metp > 1} == {"none", "tokenwise"}
+    assert search(small(65536, keep_norms=True)).best is not None
+
+
+def test_the_search_finds_what_all_plans_have_where_metp_is_open() -> None:
+    """METP has the best plan, and plans of METP and of others are pruned."""
+    asked = replace(small(1 << 17, device_gib=12, pp=1), global_batch=2)
+    everything, found = search(asked, prune=False), search(asked)
+    assert found.best is not None
+    assert found.best == everything.best
+    assert found.best.decisions.layout.metp == 4
+    fitting = [e for e in everything.ranked if e.prediction.status == "ok"]
+    assert {e.decisions.layout.metp for e in fitting} == {1, 4}
+    assert found.evaluated < everything.evaluated
+    without = search(replace(asked, pins=replace(asked.pins, metp=1))).best
+    assert without is not None
+    assert without.prediction.step_s > found.best.prediction.step_s
+
+
+def test_the_longest_sequence_is_as_long_as_metps() -> None:
+    kept = {"recompute": "none", "alpha": 0.0, "pp": 1}
+    reached = {
+        name: longest(small(1 << 16, **change, **kept), step_tokens=1 << 14).document.seq_tokens
+        for name, change in {"open": {}, "metp": {"system": "metp"}, "without": {"metp": 1}}.items()
+    }
+    assert reached == {"open": 96 << 10, "metp": 96 << 10, "without": 48 << 10}
 
 
 def test_the_preset_fills_the_devices_with_metp_and_dp() -> None:

@@ -88,6 +88,14 @@ def test_no_sentence_without_a_question_about_metp() -> None:
     assert said(ask(8192, metp=1, tp=4)) == []
 
 
+def test_beside_other_layouts_rivals_are_compared_where_metp_has_the_best_plan() -> None:
+    assert said(ask(8192, system="every-layout")) == []
+    (beside,) = said(ask(65536, system="every-layout", device_gib=9.5))
+    assert beside.startswith("METP 4 is faster than every rival that fits: ")
+    pinned = said(ask(8192, system="every-layout", metp=4))
+    assert pinned[0].startswith("METP 4 is slower than every rival: ")
+
+
 def test_kinds_of_time_add_up_to_the_step() -> None:
     question = ask(8192, metp=4)
     best = search(question).best
