@@ -86,6 +86,7 @@ def test_pins_that_only_some_policies_go_with_stop_no_search() -> None:
     assert search(small(65536, keep_norms=True)).best is not None
 
 
+@pytest.mark.slow
 def test_the_search_finds_what_all_plans_have_where_metp_is_open() -> None:
     """METP has the best plan, and plans of METP and of others are pruned."""
     asked = replace(small(1 << 17, device_gib=12, pp=1), global_batch=2)
