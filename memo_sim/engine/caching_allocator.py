@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from memo_sim.contract.hardware import Hardware
-from memo_sim.engine.fast_replay import replay_fast
+from memo_sim.engine.fast_replay import ITERATIONS, fast_replay
 from memo_sim.engine.playback import Floats
 from memo_sim.memory.initial_states import Beginning, without_states
 from memo_sim.memory.replay import DeviceStop, Replay, RunAhead, allocation_costs
@@ -82,10 +82,12 @@ def caching_memory(
     """
     if beginning:
         lives = without_states(program, lives)
+    requests = requests_of(program, columns, lives=lives, names=names)
     return CachingMemory(
-        replay_fast(
-            requests_of(program, columns, lives=lives, names=names),
-            limit_bytes=max(0, capacity_bytes - reserve_bytes),
+        fast_replay.of(requests)(
+            requests,
+            iterations=ITERATIONS,
+            capacity_bytes=max(0, capacity_bytes - reserve_bytes),
             costs=allocation_costs(hardware),
             ahead=ahead,
             beginning=beginning,

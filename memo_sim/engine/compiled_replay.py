@@ -168,20 +168,20 @@ class _Waits:
 
 def replay_compiled(
     requests: Requests,
-    limit_bytes: int,
-    costs: AllocationCosts,
     *,
+    iterations: int,
+    capacity_bytes: int,
+    costs: AllocationCosts,
     ahead: RunAhead | None,
     beginning: Beginning | None,
-    iterations: int,
 ) -> Replay:
-    """Return what ``memory.replay.replay`` returns with at most ``limit_bytes`` (not below 0) for the allocator."""
+    """Return what ``memory.replay.replay`` returns with the default settings and without a reserve."""
     asked = _Operations.of(requests, beginning, iterations)
     waits, each = _Waits.of(ahead, requests, len(asked.sizes)), len(asked.instants)
     queues = np.empty((2, waits.streams, iterations * len(waits.stream)), dtype=np.int64)
     ends, peaks = np.zeros((ENDS, waits.streams), np.int64), np.zeros((2, iterations * each), np.int64)
     totals, stops, calls, failed = _replay(
-        *(asked.kind, asked.number, asked.place, np.tile(asked.instants, iterations), asked.sizes, limit_bytes),
+        *(asked.kind, asked.number, asked.place, np.tile(asked.instants, iterations), asked.sizes, capacity_bytes),
         *(waits.bounds, waits.stream, waits.until, waits.done),
         *(queues, ends, peaks),
     )

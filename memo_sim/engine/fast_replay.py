@@ -23,33 +23,19 @@ ITERATIONS = 3
 
 
 class Replaying(Protocol):
-    """A replay by PyTorch's allocator with its default settings."""
+    """A replay by PyTorch's allocator with its default settings (``memory.replay.replay``)."""
 
     def __call__(
         self,
         requests: Requests,
-        limit_bytes: int,
-        costs: AllocationCosts,
         *,
+        iterations: int,
+        capacity_bytes: int,
+        costs: AllocationCosts,
         ahead: RunAhead | None,
         beginning: Beginning | None,
-        iterations: int,
     ) -> Replay:
-        """Return how the allocator serves ``requests`` with at most ``limit_bytes``."""
-
-
-def _in_python(
-    requests: Requests,
-    limit_bytes: int,
-    costs: AllocationCosts,
-    *,
-    ahead: RunAhead | None,
-    beginning: Beginning | None,
-    iterations: int,
-) -> Replay:
-    return replay(
-        requests, iterations=iterations, capacity_bytes=limit_bytes, costs=costs, ahead=ahead, beginning=beginning
-    )
+        """Return how the allocator serves ``requests``; it has ``capacity_bytes``."""
 
 
 def _compiled() -> Replaying:
@@ -59,29 +45,20 @@ def _compiled() -> Replaying:
 
 
 class FastReplay:
-    """Replays requests, and counts them."""
+    """Chooses the replay, and counts what is replayed."""
 
     def __init__(self, first: int = FIRST, long: int = LONG) -> None:
-        self._replay: Compiled[Replaying] = Compiled(_in_python, _compiled, first=first, long=long)
+        self._replay: Compiled[Replaying] = Compiled(replay, _compiled, first=first, long=long)
 
     @property
     def compiled(self) -> bool:
         """Whether the compiled replay is used by now."""
         return self._replay.compiled
 
-    def __call__(
-        self,
-        requests: Requests,
-        *,
-        limit_bytes: int,
-        costs: AllocationCosts,
-        ahead: RunAhead | None,
-        beginning: Beginning | None,
-    ) -> Replay:
-        """Return how the allocator serves ``requests`` with at most ``limit_bytes`` (``memory.replay.replay``)."""
-        played = self._replay.of(ITERATIONS * len(requests.ids))
-        return played(requests, limit_bytes, costs, ahead=ahead, beginning=beginning, iterations=ITERATIONS)
+    def of(self, requests: Requests) -> Replaying:
+        """Return the replay for some requests in ``ITERATIONS`` steps."""
+        return self._replay.of(ITERATIONS * len(requests.ids))
 
 
-replay_fast = FastReplay()
+fast_replay = FastReplay()
 """The replay of this process."""

@@ -60,10 +60,16 @@ def some_states(seed: random.Random) -> Beginning | None:
     )
 
 
-def in_python(
-    requests: Requests, limit_bytes: int, ahead: RunAhead | None = None, beginning: Beginning | None = None
+def by(
+    replaying: Replaying,
+    requests: Requests,
+    capacity_bytes: int,
+    ahead: RunAhead | None = None,
+    beginning: Beginning | None = None,
 ) -> Replay:
-    return replay(requests, capacity_bytes=limit_bytes, costs=COSTS, ahead=ahead, beginning=beginning)
+    return replaying(
+        requests, iterations=3, capacity_bytes=capacity_bytes, costs=COSTS, ahead=ahead, beginning=beginning
+    )
 
 
 def test_both_replays_are_equal(compiled: Replaying) -> None:
@@ -73,8 +79,8 @@ def test_both_replays_are_equal(compiled: Replaying) -> None:
         requests, states = some_requests(seed, instants), some_states(seed)
         limit = seed.choice([50, 200, 500, 1000, 2000, 10**6]) * MIB
         ahead = some_waits(seed, len(requests.ids), instants)
-        expected = in_python(requests, limit, ahead, states)
-        assert compiled(requests, limit, COSTS, ahead=ahead, beginning=states, iterations=3) == expected
+        expected = by(replay, requests, limit, ahead, states)
+        assert by(compiled, requests, limit, ahead, states) == expected
         failed = expected.out_of_memory
         seen["retries"] += expected.allocation_retries > 0
         seen["fits"] += failed is None
@@ -86,15 +92,15 @@ def test_both_replays_are_equal(compiled: Replaying) -> None:
 
 def test_nothing_is_requested(compiled: Replaying) -> None:
     none = Requests(ids=[], lower=[], upper=[], size_bytes=[])
-    assert compiled(none, MIB, COSTS, ahead=None, beginning=None, iterations=3) == in_python(none, MIB)
+    assert by(compiled, none, MIB) == by(replay, none, MIB)
 
 
 def test_a_program_is_replayed_alike(compiled: Replaying) -> None:
     (program,) = lower(decide(GPT, global_batch=4))
     requests = requests_of(program)
     for limit in (10 * MIB, 10**12):
-        expected = in_python(requests, limit)
-        assert compiled(requests, limit, COSTS, ahead=None, beginning=None, iterations=3) == expected
+        expected = by(replay, requests, limit)
+        assert by(compiled, requests, limit) == expected
 
 
 def replays(replaying: FastReplay, times: int) -> list[bool]:
@@ -102,8 +108,7 @@ def replays(replaying: FastReplay, times: int) -> list[bool]:
     requests = Requests(ids=[f"b{n}" for n in range(10)], lower=[0] * 10, upper=[1] * 10, size_bytes=[MIB] * 10)
     found = []
     for _ in range(times):
-        made = replaying(requests, limit_bytes=10**9, costs=COSTS, ahead=None, beginning=None)
-        assert made == in_python(requests, 10**9)
+        assert by(replaying.of(requests), requests, 10**9) == by(replay, requests, 10**9)
         found.append(replaying.compiled)
     return found
 
