@@ -120,6 +120,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "offload_window": 1,
         "global_batch": 1,
     },
+    "several sequences, multiplexed": {
+        "layout": Layout(pp=2, subsequences=8, multiplexed=True),
+        "micro_batch": 3,
+        "global_batch": 3,
+        "recompute": "tokenwise",
+        "swapped_tokens": 3 * 2**17,
+    },
     "subsequences, cp by all-gather": {"layout": Layout(cp=4, cp_exchange="all_gather", subsequences=8)},
     "subsequences in a ring": {
         "layout": Layout(cp=2, pp=2, subsequences=8),

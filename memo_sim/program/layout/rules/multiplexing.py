@@ -35,15 +35,6 @@ MULTIPLEXING = (
         hint="--no-multiplexed, or a global batch of micro-batch x dp",
     ),
     Rule(
-        name="multiplexing: micro_batch",
-        breaks=lambda d: d.layout.multiplexed and d.micro_batch > 1,
-        what="helper stages compute the first rows of a subsequence, which belong to one sequence alone",
-        where="micro_batch",
-        got=lambda d: f"{d.micro_batch} with multiplexing",
-        wanted="1",
-        hint="--no-multiplexed, or --micro-batch 1",
-    ),
-    Rule(
         name="multiplexing: ulysses",
         breaks=lambda d: d.layout.multiplexed and d.layout.ulysses > 1,
         what="helper stages have no all-to-all for the rows that they compute of a subsequence",
