@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memo_sim.program.layout.rules.pipeline_stages import staged
+from memo_sim.program.layout.rules.pipeline_stages import MOST_WHOLE_ZERO, staged
 from memo_sim.program.layout.rules.rule import Rule
 from memo_sim.program.layout.stage import layers_of_runs
 
@@ -51,6 +51,15 @@ MULTIPLEXING = (
         got=lambda d: d.layout.schedule,
         wanted="gpipe or 1f1b",
         hint="--no-multiplexed, or another --schedule",
+    ),
+    Rule(
+        name="multiplexing: zero",
+        breaks=lambda d: d.layout.multiplexed and d.layout.zero > MOST_WHOLE_ZERO,
+        what="an owner sends whole parameters to its helpers and adds whole gradients, which ZeRO 2 and 3 divide",
+        where="layout.zero",
+        got=lambda d: f"{d.layout.zero} with multiplexing",
+        wanted="0 or 1",
+        hint="--no-multiplexed, or --zero 1",
     ),
     Rule(
         name="multiplexing: pp_layers",

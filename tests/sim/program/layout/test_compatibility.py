@@ -432,6 +432,7 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "multiplexing: global_batch": (multiplexed(), {"global_batch": 2}, "2 micro-batches"),
     "multiplexing: ulysses": (multiplexed(ulysses=2), {}, "2 with multiplexing"),
     "multiplexing: schedule": (multiplexed(schedule="zero-bubble"), {}, "zero-bubble"),
+    "multiplexing: zero": (multiplexed(dp=2, zero=2), {"global_batch": 2}, "2 with multiplexing"),
     "multiplexing: pp_layers": (multiplexed(pp=2), {}, "3, 2"),
     "multiplexing: rounding_buffers": (
         multiplexed(),
@@ -449,7 +450,16 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {},
         "false",
     ),
-    "pipeline stages: zero": (Layout(pp=2, dp=2, zero=2), {}, "2 with pp 2"),
+    "pipeline stages: zero": (
+        Layout(pp=2, dp=2, zero=2, schedule="zero-bubble"),
+        {},
+        "2 with the schedule zero-bubble",
+    ),
+    "pipeline stages: zero of a framework": (
+        Layout(pp=2, dp=2, zero=3),
+        {"memory_policy": "eager"},
+        "3 with pp 2 in an eager framework",
+    ),
     "tensor parallelism in chunks: metp": (Layout(metp=2, tp_overlap="chunked"), {}, "2 with tp_overlap chunked"),
     "tensor parallelism in chunks: tp": (Layout(tp_overlap="chunked"), {}, "1 with tp_overlap chunked"),
     "tensor parallelism in chunks: sequence_parallel": (
