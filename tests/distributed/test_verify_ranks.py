@@ -112,6 +112,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "metp": {"layout": Layout(metp=4), "recompute": "tokenwise", "swapped_tokens": 2**14},
     "1f1b": {"layout": Layout(pp=4, dp=2, zero=1), "recompute_layers": "first-2"},
     "interleaved": {"layout": Layout(pp=4, schedule="interleaved", virtual_stages=2)},
+    "stages of shards": {"layout": Layout(pp=4, dp=2, zero=3), "recompute": "tokenwise", "swapped_tokens": 2**14},
     "zero-bubble": {"layout": Layout(pp=2, schedule="zero-bubble"), "recompute": "none"},
     "gpipe of subsequences": {
         "layout": Layout(pp=2, subsequences=8, schedule="gpipe", multiplexed=True),

@@ -57,6 +57,7 @@ TP = {"tp": 2, "sequence_parallel": True}
         *[("1f1b", 1, 1, TP), ("1f1b", 3, 4, TP), ("gpipe", 2, 2, TP), ("zero-bubble", 3, 4, TP)],
         *[("1f1b", 1, 2, {"ulysses": 2}), ("1f1b", 1, 2, {"cp": 4}), ("gpipe", 2, 2, TP | {"cp": 2})],
         ("1f1b", 1, 2, {"cp": 4, "cp_exchange": "all_gather"}),
+        *[("1f1b", 4, 2, {"dp": 4, "zero": 3}), ("gpipe", 2, 4, {"dp": 2, "zero": 2})],
     ],
 )
 def test_no_plan_of_subsequences_is_below_its_lower_bound(
