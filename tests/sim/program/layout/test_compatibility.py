@@ -172,11 +172,6 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"model": LATENT},
         "true with a model with latent attention",
     ),
-    "latent attention: subsequences": (
-        Layout(subsequences=2),
-        {"model": LATENT},
-        "2 with a model with latent attention",
-    ),
     "latent attention: attention_chunk_tokens": (
         Layout(),
         {"model": LATENT, "recompute": "full", "attention_chunk_tokens": 512},
@@ -211,6 +206,11 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         Layout(),
         {"model": LATENT, "kernels": Kernels(attention="flash3")},
         "flash3 with heads of 48 and values of 32",
+    ),
+    "rebuild_qkv: subsequences": (
+        Layout(subsequences=2),
+        {"model": LATENT, "rebuild_qkv": True},
+        "true with 2 subsequences",
     ),
     "rebuild_qkv: model": (Layout(), {"rebuild_qkv": True}, "true with a model without latent attention"),
     "rebuild_qkv: recompute": (
