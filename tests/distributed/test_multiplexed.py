@@ -59,6 +59,7 @@ MORE = [
     ("gpt4", 2, 3, "swap mixed", {"seq_tokens": ODD}),
     ("llama4", 2, 4, "tokenwise mixed", {"overlap_p2p": False}),
     ("llama4", 2, 2, "full", {"tp": 2, "sequence_parallel": True}),
+    ("llama4", 2, 3, "tokenwise mixed", {"ulysses": 2, "seq_tokens": 2 * LONG}),
 ]
 
 
@@ -101,6 +102,7 @@ SEVERAL = [
     ("llama4", 4, 4, "full", {"micro_batch": 2}),
     ("gpt4", 4, 4, "swap in a window", {"micro_batch": 3, "partition": "flops", "overlap_p2p": False}),
     ("llama4", 2, 3, "keep", {"micro_batch": 2, "dp": 2, "zero": 1, "schedule": "gpipe"}),
+    ("llama4", 2, 2, "swap mixed", {"micro_batch": 3, "ulysses": 2}),
 ]
 
 

@@ -48,7 +48,7 @@ def is_portion(decisions: Decisions, shape: Shape) -> bool:
     """Return whether rows are a part of a subsequence of several sequences."""
     if decisions.micro_batch == 1 or not decisions.layout.multiplexed:
         return False
-    parts = partition(decisions)
+    parts = tuple(shape.ulysses * rows for rows in partition(decisions))
     return (shape.start, shape.tokens) not in zip((0, *accumulate(parts)), parts, strict=False)
 
 

@@ -89,7 +89,7 @@ def _shared(
     decisions: Decisions, parts: Sequence[int], tasks: Sequence[tuple[int, int]], idle: Sequence[int]
 ) -> Iterator[Task]:
     """Yield the tasks (subsequence, stage) of a wave, with the portions that ``idle`` stages compute."""
-    k, granule = earlier_tokens(decisions.model), decisions.swap_granule
+    k, granule = earlier_tokens(decisions.model) / decisions.layout.ulysses, decisions.swap_granule
     starts = (0, *accumulate(parts))
     sequences = decisions.micro_batch
     each = [_work(starts[x + 1] // sequences, k) - _work(starts[x] // sequences, k) for x, _ in tasks]

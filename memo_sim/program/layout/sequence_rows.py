@@ -7,7 +7,8 @@ Of a micro-batch of several sequences, a subsequence has its tokens of every seq
     one portion                                  `- 0 -'------ 1 -----'
     keys before its rows of the first sequence    that sequence's rows of subsequence 0, and of this one before row 0
 
-Whole sequences side by side are one call of attention, a part of one sequence is a call of its own.
+Whole sequences side by side are one call of attention, a part of one sequence is a call of its own. Rows are those
+inside attention, where Ulysses has all tokens of some heads.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def sequence_rows(decisions: Decisions, first: int, tokens: int) -> tuple[Sequen
     sequences = decisions.micro_batch
     if sequences == 1:
         return (SequenceRows(first, tokens, 1, ((0, first),) if first else ()),)
-    parts = partition(decisions)
+    parts = _parts(decisions)
     starts = (0, *accumulate(parts))
     x = subsequence_at(decisions, first)
     length, end = parts[x] // sequences, first + tokens
@@ -69,19 +70,19 @@ def sequence_rows(decisions: Decisions, first: int, tokens: int) -> tuple[Sequen
 
 def subsequence_at(decisions: Decisions, row: int) -> int:
     """Return the number of the subsequence that a row of the micro-batch is in."""
-    return next(number for number, end in enumerate(accumulate(partition(decisions))) if row < end)
+    return next(number for number, end in enumerate(accumulate(_parts(decisions))) if row < end)
 
 
 def sequences_of(decisions: Decisions, first: int, tokens: int) -> range:
     """Return the numbers of the sequences that rows of one subsequence belong to."""
-    parts, x = partition(decisions), subsequence_at(decisions, first)
+    parts, x = _parts(decisions), subsequence_at(decisions, first)
     start, length = sum(parts[:x]), parts[x] // decisions.micro_batch
     return range((first - start) // length, (first + tokens - start - 1) // length + 1)
 
 
 def first_seen(decisions: Decisions, first: int) -> int:
     """Return the first row of its subsequence that the row ``first`` attends to: its sequence's first there."""
-    parts, x = partition(decisions), subsequence_at(decisions, first)
+    parts, x = _parts(decisions), subsequence_at(decisions, first)
     start, length = sum(parts[:x]), parts[x] // decisions.micro_batch
     return start + (first - start) // length * length
 
@@ -93,7 +94,7 @@ def sequence_at(decisions: Decisions, row: int) -> int:
 
 def keys_by_sequence(decisions: Decisions, first: int, tokens: int) -> Iterator[Range]:
     """Yield the rows of earlier subsequences that rows of one subsequence attend to, each of one sequence, in order."""
-    parts, read = partition(decisions), sequences_of(decisions, first, tokens)
+    parts, read = _parts(decisions), sequences_of(decisions, first, tokens)
     for start, part in zip((0, *accumulate(parts)), parts[: subsequence_at(decisions, first)], strict=False):
         length = part // decisions.micro_batch
         for number in read:
@@ -103,6 +104,11 @@ def keys_by_sequence(decisions: Decisions, first: int, tokens: int) -> Iterator[
 def earlier_ranges(decisions: Decisions, first: int, tokens: int) -> tuple[Range, ...]:
     """Return the same rows with neighbours joined."""
     return side_by_side(keys_by_sequence(decisions, first, tokens))
+
+
+def _parts(decisions: Decisions) -> tuple[int, ...]:
+    """Return the rows of each subsequence inside attention."""
+    return tuple(decisions.layout.ulysses * rows for rows in partition(decisions))
 
 
 def side_by_side(ranges: Iterable[Range]) -> tuple[Range, ...]:

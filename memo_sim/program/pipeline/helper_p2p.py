@@ -87,7 +87,7 @@ class Link:
     @property
     def own(self) -> Range:
         """Rows of the KV cache that belong to the portion."""
-        return self._of(self.portion)
+        return self.rows_of(self.portion)
 
     @property
     def known(self) -> tuple[Range, ...]:
@@ -106,11 +106,13 @@ class Link:
 
     def seen_by(self, later: Portion) -> Range:
         """Return the portion's rows that later rows of the subsequence attend to: those of the same sequence."""
-        first = max(self.own[0], first_seen(self.decisions, self._of(later)[0]))
+        first = max(self.own[0], first_seen(self.decisions, self.rows_of(later)[0]))
         return first, max(0, sum(self.own) - first)
 
-    def _of(self, portion: Portion) -> Range:
-        return self.shape.start + portion.first, portion.tokens
+    def rows_of(self, portion: Portion) -> Range:
+        """Return a portion's rows of the KV cache."""
+        degree = self.shape.ulysses
+        return degree * (self.shape.start + portion.first), degree * portion.tokens
 
     @property
     def shard(self) -> Range:

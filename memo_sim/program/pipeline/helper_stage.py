@@ -112,7 +112,8 @@ class HelperStage:
     def _hold(self) -> Families:
         """Return the buffers that templates bind, by plain name."""
         shape, layers, dtype = self.shape, self.layers, self.decisions.dtype
-        kv, exchange, cache = shape.cache_width, BufferClass.EXCHANGE, BufferClass.KV_CACHE
+        inside = shape.attention
+        kv, exchange, cache = inside.cache_width, BufferClass.EXCHANGE, BufferClass.KV_CACHE
         summed = Optimizer(self.decisions, self.block, BlockKind.LAYER, layers).grad_dtype
         rows = (shape.shard_tokens, shape.hidden)
         found = [
@@ -121,8 +122,8 @@ class HelperStage:
             Family(GRADS, exchange, summed, self.block.elements, 1, layers, kind=FamilyKind.WHOLE_GRADS),
             Family("stage.out", BufferClass.PIPELINE, dtype, *rows, kind=FamilyKind.STAGE_BOUNDARY),
             Family("grad.x", BufferClass.TRANSIENT, dtype, *rows, layers + 1, kind=FamilyKind.INPUT_GRADIENT),
-            Family(KV, cache, dtype, shape.kv_cache_tokens, kv, 2 * layers, kind=FamilyKind.PER_LAYER),
-            Family(D_KV, cache, dtype, shape.kv_cache_tokens, kv, layers, kind=FamilyKind.PER_LAYER),
+            Family(KV, cache, dtype, inside.kv_cache_tokens, kv, 2 * layers, kind=FamilyKind.PER_LAYER),
+            Family(D_KV, cache, dtype, inside.kv_cache_tokens, kv, layers, kind=FamilyKind.PER_LAYER),
         ]
         senders = [(self.owner.index, self.link.summed[1])] * bool(self.link.summed[1])
         senders += [(portion.stage, self.link.seen_by(portion)[1]) for portion in self.later]

@@ -28,7 +28,7 @@ class OwnerStage:
     def __init__(self, decisions: Decisions, shape: Shape, task: Task, stage: Stage) -> None:
         """``shape``: of the whole subsequence."""
         self.decisions = decisions
-        self.task, self.stage, self.shape = task, stage, shape
+        self.task, self.stage, self.inside = task, stage, shape.attention
         self.links = [Link(decisions, shape, task, portion) for portion in task.helpers]
 
     @property
@@ -48,7 +48,7 @@ class OwnerStage:
             name, kind = self._received("grads", stage), FamilyKind.PER_LAYER
             found.append(Family(name, BufferClass.EXCHANGE, grads.dtype, grads.tokens, 1, count, kind=kind))
             if link.before:
-                rows, width = sum(tokens for _, tokens in link.before), self.shape.cache_width
+                rows, width = sum(tokens for _, tokens in link.before), self.inside.cache_width
                 name = self._received("d_kv", stage)
                 found.append(Family(name, BufferClass.EXCHANGE, dtype, rows, width, count, kind=kind))
         return found
@@ -79,7 +79,7 @@ class OwnerStage:
                 begun = 0
                 for message, rows in link.messages(what):
                     if what == "d_kv":
-                        ((_, own),) = sums_of(self.shape, *link.summed)
+                        ((_, own),) = sums_of(self.inside, *link.summed)
                         family, slot, part = own.slot, own.slot, (own.first, own.tokens)
                     else:
                         family, slot, side = sides[what]
@@ -118,9 +118,9 @@ class OwnerStage:
         Of the last subsequence, the rows of one sequence begin its sums: the owner's own rows, which are added first,
         or those of the helpers before this one.
         """
-        decisions, shape = self.decisions, self.shape
+        decisions, shape = self.decisions, self.inside
         before = self.links[: self.links.index(link)]
-        added = [(shape.start + self.task.own.first, self.task.own.tokens), *(each.own for each in before)]
+        added = [link.rows_of(self.task.own), *(each.own for each in before)]
         begun = {number for rows in added for number in sequences_of(decisions, *rows)}
         last = shape.start + shape.tokens == shape.kv_cache_tokens
         joined, received = list[tuple[int, int, int, bool]](), 0

@@ -79,12 +79,15 @@ def test_no_plan_of_subsequences_is_below_its_lower_bound(
         assert bound.host_bytes_per_node <= played.peak_host_bytes_per_node
 
 
-@pytest.mark.parametrize("change", ["window", "multiplexed", "multiplexed, several sequences"])
+@pytest.mark.parametrize("change", ["window", "multiplexed", "multiplexed, several sequences", "multiplexed, Ulysses"])
 def test_lower_bounds_hold_for_windows_and_multiplexing(change: str) -> None:
     cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=2**50, host_bytes=2**50)
     bounds = LowerBounds(hardware, cluster)
     layout = Layout(tp=2, sequence_parallel=True, pp=4, subsequences=6, multiplexed="multiplexed" in change)
     base = Decisions(model=shallow(8), layout=layout, seq_tokens=32 * K, loss_chunk_tokens=4096)
+    if "Ulysses" in change:
+        changed = msgspec.structs.replace(layout, tp=1, sequence_parallel=False, ulysses=2)
+        base = msgspec.structs.replace(base, layout=changed, seq_tokens=64 * K)
     if "several" in change:
         base = msgspec.structs.replace(base, micro_batch=2, global_batch=2)
     for alpha in (0.5, 1.0):

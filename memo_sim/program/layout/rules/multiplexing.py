@@ -35,15 +35,6 @@ MULTIPLEXING = (
         hint="--no-multiplexed, or a global batch of micro-batch x dp",
     ),
     Rule(
-        name="multiplexing: ulysses",
-        breaks=lambda d: d.layout.multiplexed and d.layout.ulysses > 1,
-        what="helper stages have no all-to-all for the rows that they compute of a subsequence",
-        where="layout.ulysses",
-        got=lambda d: f"{d.layout.ulysses} with multiplexing",
-        wanted="1",
-        hint="--no-multiplexed; subsequences alone go with Ulysses",
-    ),
-    Rule(
         name="multiplexing: schedule",
         breaks=lambda d: d.layout.multiplexed and d.layout.schedule not in ("gpipe", "1f1b"),
         what="the schedule fills the idle time that multiplexing would use",

@@ -430,7 +430,6 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "multiplexing: pp": (multiplexed(pp=1), {}, "1"),
     "multiplexing: subsequences": (multiplexed(subsequences=4), {}, "4 with 5 stages"),
     "multiplexing: global_batch": (multiplexed(), {"global_batch": 2}, "2 micro-batches"),
-    "multiplexing: ulysses": (multiplexed(ulysses=2), {}, "2 with multiplexing"),
     "multiplexing: schedule": (multiplexed(schedule="zero-bubble"), {}, "zero-bubble"),
     "multiplexing: zero": (multiplexed(dp=2, zero=2), {"global_batch": 2}, "2 with multiplexing"),
     "multiplexing: pp_layers": (multiplexed(pp=2), {}, "3, 2"),

@@ -19,6 +19,7 @@ from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.engine.simulate import Simulation, simulate
 from memo_sim.program.analysis.columns import expand
+from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.work import Attention, Gemm, PointToPoint, Work
 from memo_sim.program.layout.multiplex import Portion, cut_tasks
 from memo_sim.program.layout.partition import earlier_tokens, partition
@@ -121,10 +122,12 @@ def test_every_row_is_computed_once_by_its_owner_or_an_idle_stage(
             assert not 0 <= x + stage - helper.stage < count
 
 
+@pytest.mark.parametrize("ulysses", [1, 4])
 @pytest.mark.parametrize("partitioned", ["length", "flops"])
-def test_stages_that_share_a_wave_have_equal_work_up_to_a_granule(partitioned: str) -> None:
-    decisions = multiplexed(4, 8, seq_tokens=512 * 1024, partition=partitioned)
-    k, starts = earlier_tokens(decisions.model), [0, *accumulate(partition(decisions))]
+def test_stages_that_share_a_wave_have_equal_work_up_to_a_granule(partitioned: str, ulysses: int) -> None:
+    """Of Ulysses a row of a rank stands for as many tokens as there are ranks."""
+    decisions = multiplexed(4, 8, seq_tokens=512 * 1024, partition=partitioned, ulysses=ulysses)
+    k, starts = earlier_tokens(decisions.model) / ulysses, [0, *accumulate(partition(decisions))]
     done: dict[int, Counter[int]] = defaultdict(Counter)
     for (x, stage), task in cut_tasks(decisions).items():
         for portion in task.portions:
@@ -151,6 +154,8 @@ def test_every_policy_passes_the_independent_checkers(policy: tuple[str, float],
     [
         {"tp": 2, "sequence_parallel": True, "seq_tokens": 4096},
         {"dp": 2, "zero": 1, "overlap": "both"},
+        {"ulysses": 2, "seq_tokens": 4096},
+        {"ulysses": 4, "tp": 2, "seq_tokens": 8192},
         {"model": GPT, "states": "host", "schedule": "gpipe"},
         {"partition": "length", "seq_tokens": 2000},
     ],
@@ -188,6 +193,21 @@ def test_no_number_of_sequences_makes_a_fault(
 ) -> None:
     tokens = (128 * granules + 4) * sizes[1]
     assert faults_of(several(*sizes, policy, micro_batch=sequences, seq_tokens=tokens, partition=partitioned)) == []
+
+
+def test_a_helper_has_the_rows_and_the_heads_of_its_rank_of_ulysses() -> None:
+    """Each rank gets half of the heads of all keys before its portion's rows, and exchanges its own rows by itself."""
+    chosen = multiplexed(2, 2, ulysses=2, partition="length", seq_tokens=4096)
+    helper = cut_tasks(chosen)[1, 1].helpers[0]
+    exchanged, received = set[str](), dict[str, int]()
+    for name, each in lower(chosen)[helper.stage].walk():
+        if name.startswith("m0/s1/l2/") and "recv.before" in name:
+            received[name] = each.work.bytes
+        if name.startswith("m0/s1/l2/") and each.lane is Lane.ULYSSES:
+            exchanged.add(name.rpartition("/")[2])
+    row = 2 * 2 * chosen.model.kv_width // 2
+    assert list(received.values()) == [2048 * row]
+    assert len(exchanged) >= 4  # Q, K and V, and attention's output, in both directions
 
 
 @pytest.mark.parametrize("sequences", [2, 3])
