@@ -44,6 +44,10 @@ POLICIES: dict[str, tuple[str, str, int]] = {
     "swap in a window": ("none", "all", 1),
     "swap mixed in a window": ("none", "mixed", 1),
     "full in a window": ("full", "mixed", 1),
+    "selective": ("selective", "nothing", 0),
+    "norms": ("norms", "nothing", 0),
+    "mlp": ("mlp", "nothing", 0),
+    "operators": ("operators", "nothing", 0),
     "tokenwise": ("tokenwise", "nothing", 0),
     "tokenwise mixed": ("tokenwise", "mixed", 0),
     "tokenwise in a window": ("tokenwise", "mixed", 1),
@@ -111,6 +115,23 @@ SEVERAL = [
     (Layout(pp=2, subsequences=3, schedule="zero-bubble"), "keep"),
     (Layout(tp=2, sequence_parallel=True, pp=2, subsequences=3), "swap"),
 ]
+KEEPS = [
+    ("llama", Layout(tp=2, sequence_parallel=True, subsequences=3), "selective"),
+    ("llama4", Layout(pp=2, subsequences=3, multiplexed=True), "operators"),
+    ("gpt", Layout(cp=2, subsequences=2), "mlp"),
+    ("llama", Layout(ulysses=2, subsequences=2), "norms"),
+    ("llama4", Layout(pp=2, subsequences=3, schedule="zero-bubble"), "selective"),
+    ("gpt", Layout(cp=2, cp_exchange="all_gather", subsequences=2), "operators"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "policy"), [*KEEPS[:2], *(pytest.param(*e, marks=pytest.mark.slow) for e in KEEPS[2:])], ids=text
+)
+def test_recompute_that_keeps_all_tokens(team: Team, name: str, layout: Layout, policy: str) -> None:
+    """Micro-batches of two sequences."""
+    batch = 2 if layout.multiplexed else 4
+    matches(team, name, sppo(name, layout, policy, seq_tokens=1024, micro_batch=2, global_batch=batch), debug=True)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_no_plan_of_subsequences_is_below_its_lower_bound(
     bounds = LowerBounds(hardware, cluster)
     layout = Layout(**degrees, pp=pp, schedule=schedule, subsequences=4)  # type: ignore[arg-type]
     base = Decisions(model=shallow(8), layout=layout, seq_tokens=32 * K, global_batch=sequences, loss_chunk_tokens=4096)
-    for recompute, alpha in POLICIES:
+    for recompute, alpha in [*POLICIES, ("selective", 0.0), ("operators", 0.0)]:
         decisions = with_alpha(base, recompute, alpha)
         bound, played = bounds.of(decisions), simulate(decisions, hardware, cluster).prediction
         assert played.step_s is not None

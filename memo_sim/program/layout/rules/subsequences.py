@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.layout.rules.feature import Feature
-from memo_sim.program.layout.rules.recompute import KEEPS_ALL_TOKENS, swaps
+from memo_sim.program.layout.rules.recompute import swaps
 from memo_sim.program.layout.rules.rule import Rule
 
 
@@ -54,14 +54,5 @@ SUBSEQUENCES = (
         got=lambda d: f"plain with {d.layout.subsequences} subsequences",
         wanted="a flash kernel",
         hint="another attention kernel, or leave --subsequences out",
-    ),
-    Rule(
-        name="subsequences: recompute",
-        breaks=lambda d: d.layout.subsequences > 1 and d.recompute in KEEPS_ALL_TOKENS,
-        what=lambda d: f"{d.recompute} recompute has no lowering with subsequences",
-        where="decisions.recompute",
-        got=lambda d: f"{d.recompute} with {d.layout.subsequences} subsequences",
-        wanted="none, full, tokenwise or rowwise",
-        hint="--recompute full rebuilds attention too",
     ),
 )

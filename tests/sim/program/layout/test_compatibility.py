@@ -638,11 +638,6 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         "eager with 2 subsequences and cp 2",
     ),
     "subsequences: attention": (Layout(subsequences=2), {"kernels": PLAIN}, "plain with 2 subsequences"),
-    "subsequences: recompute": (
-        Layout(subsequences=2),
-        {"recompute": "selective"},
-        "selective with 2 subsequences",
-    ),
     "selective recompute: swapped_tokens": (
         Layout(),
         {"recompute": "selective", "swapped_tokens": 1024},

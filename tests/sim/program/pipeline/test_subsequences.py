@@ -71,6 +71,18 @@ def test_every_policy_passes_the_independent_checkers(model: str, layout: Layout
         assert faults_of(cut(model, layout, policy)) == []
 
 
+@pytest.mark.parametrize("recompute", ["selective", "norms", "mlp", "operators"])
+@pytest.mark.parametrize("layout", [LAYOUTS[2], STAGES[0], STAGES[3], STAGES[4]], ids=str)
+def test_what_keeps_all_tokens_passes_the_independent_checkers(layout: Layout, recompute: str) -> None:
+    """Selective recompute repeats attention over the KV cache, which holds the prefix until the layer's backward."""
+    deep = msgspec.structs.replace(cut("gpt", layout).model, layers=4 * layout.virtual_stages)
+    chosen = msgspec.structs.replace(cut("gpt", layout, (recompute, 0.0)), model=deep)
+    assert faults_of(chosen) == []
+    if recompute == "selective":
+        again = [n for p in lower(chosen) for n, i in p.walk() if i.op == "attention" and "/rec/" in n]
+        assert any(".before" in name for name in again)
+
+
 @pytest.mark.parametrize("layout", STAGES, ids=str)
 def test_every_stage_passes_the_independent_checkers(layout: Layout) -> None:
     deep = msgspec.structs.replace(cut("llama", layout).model, layers=layout.pp * layout.virtual_stages)
@@ -212,7 +224,6 @@ def test_one_subsequence_is_the_program_without_subsequences() -> None:
         (Layout(subsequences=2, cp=2, cp_exchange="rsa"), {}, "layout.subsequences"),
         (Layout(subsequences=2, cp=2, pp=2, multiplexed=True), {"global_batch": 1}, "layout.multiplexed"),
         (Layout(subsequences=2), {"kernels": Kernels(attention="plain")}, "decisions.kernels.attention"),
-        (Layout(subsequences=2), {"policy": ("selective", 0.0)}, "decisions.recompute"),
         (Layout(subsequences=9), {}, "layout.subsequences"),
         (Layout(subsequences=3, pp=2, schedule="interleaved", virtual_stages=2), {"global_batch": 1}, "global_batch"),
     ],
