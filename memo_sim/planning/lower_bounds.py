@@ -390,6 +390,20 @@ class LowerBounds:
             self._stage_bytes[decisions] = most
         return self._stage_bytes[decisions]
 
+    def of_last_stage(self, decisions: Decisions) -> int:
+        """Return the device bytes of a plan's last stage; 0 where that is no lower bound of what the plan needs.
+
+        With subsequences, no stage is likely to need more: others hold what they are ahead by, the last one the head.
+
+        Raises:
+            Infeasible: when the plan cannot be lowered.
+        """
+        if decisions.layout.pp == 1 or decisions.memory_policy != "planned":
+            return 0
+        if decisions not in self._stage_bytes:
+            self._stage_bytes[decisions] = self._alone.last_stage_bytes(decisions)
+        return self._stage_bytes[decisions]
+
     def lack_host(self, decisions: Decisions) -> bool:
         """Return whether host memory is known to be too small for the states and what one micro-batch swaps."""
         if decisions.offload_window:
