@@ -16,7 +16,7 @@ instances is computed when it is asked for. Sizes and ranges of rows have 64 bit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, TypeVar
@@ -25,7 +25,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memo_sim.contract.errors import Infeasible
-from memo_sim.program.ir.instruction import Family, Operand, Template
 from memo_sim.program.ir.program import Program
 
 NUMBER = np.int32
@@ -154,7 +153,7 @@ def expand(program: Program) -> Columns:
     """Return the columns of ``program``, with a row for every operand of the step."""
     laid = _instructions(program)
     sizes, families, dynamic = _buffers(program)
-    row = _rows_of(program, lambda template: [True] * len(template.slots))
+    row = _Table(program).rows()
     taken, instance = _taken(row.lengths, laid.template_of)
     buffers, first_slot = _slots(program, laid.template_of, own=True)
     return Columns(
@@ -174,7 +173,8 @@ def fold(program: Program) -> FoldedColumns:
     """Return the columns of ``program``, with the operands of each template's own buffers once."""
     laid = _instructions(program)
     sizes, families, dynamic = _buffers(program)
-    row = _rows_of(program, lambda template: [not own for own in _own_slots(template)])
+    table = _Table(program)
+    row = table.rows(own=False)
     taken, instance = _taken(row.lengths, laid.template_of)
     bound, first_slot = _slots(program, laid.template_of, own=False)
     used, number = np.unique(bound, return_inverse=True)
@@ -190,7 +190,7 @@ def fold(program: Program) -> FoldedColumns:
         starts=np.zeros(1, dtype=NUMBER),
     )
     del taken, instance, bound, number
-    own = _rows_of(program, _own_slots)
+    own = table.rows(own=True)
     ends = np.cumsum(own.lengths).tolist()
     found = [shared]
     for number_of_template, (template, end) in enumerate(zip(program.templates, ends, strict=True)):
@@ -198,7 +198,7 @@ def fold(program: Program) -> FoldedColumns:
         at = laid.starts[:-1][laid.template_of == number_of_template]
         if mine.start == end or not len(at):
             continue
-        names = [slot for slot, is_own in zip(template.slots, _own_slots(template), strict=True) if is_own]
+        names = [slot for slot, is_own in zip(template.slots, template.own_slots, strict=True) if is_own]
         bases = np.array([program.family_bases[f"{template.name}/{name}"] for name in names], dtype=np.int64)
         found.append(
             Operands(
@@ -274,37 +274,42 @@ class _Rows:
     mode: Ints
 
 
-def _rows_of(program: Program, chosen: Callable[[Template], Sequence[bool]]) -> _Rows:
-    """Return the operands of the ``chosen`` slots of every template.
+class _Table:
+    """The operands of every template of a program.
 
     One table holds the rows of all templates. Every instance takes the rows of its own template:
 
         templates   A: a0 a1 | B: b0 b1 b2        instances   A B A  ->  a0 a1 b0 b1 b2 a0 a1
     """
-    parts = {f.name: f for f in program.families if f.region}
-    rows, lengths = list[tuple[int, ...]](), []
-    for template in program.templates:
-        flags = chosen(template)
-        number = np.cumsum([0, *flags]).tolist()
-        before = len(rows)
-        rows += [
-            (p, number[o.slot], *_range(o, parts.get(template.slots[o.slot])), int(o.mode))
-            for p, i in enumerate(template.instructions)
-            for o in i.operands
-            if flags[o.slot]
-        ]
-        lengths.append(len(rows) - before)
-    table = np.array(rows, dtype=np.int64).reshape(-1, 5)
-    position, slot, first, end, mode = (np.ascontiguousarray(table[:, column]) for column in range(5))
-    return _Rows(lengths, position.astype(NUMBER), slot.astype(NUMBER), first, end, mode.astype(NUMBER))
 
+    def __init__(self, program: Program) -> None:
+        rows = [template.operand_rows for template in program.templates]
+        self._position, slot, self._first, self._end, self._mode = np.concatenate(rows).T
+        self._template = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
+        self._begins = np.cumsum([0, *(len(template.slots) for template in program.templates)])
+        """The first slot of every template, of slots that are numbered through all of them."""
+        self._slot = self._begins[self._template] + slot
+        self._own = np.array([own for template in program.templates for own in template.own_slots], dtype=np.bool_)
+        if parts := {f.name: f for f in program.families if f.region}:
+            found = [parts.get(name) for template in program.templates for name in template.slots]
+            offset = np.array([part.offset if part else 0 for part in found], dtype=np.int64)[self._slot]
+            size = np.array([part.row_bytes if part else 1 for part in found], dtype=np.int64)[self._slot]
+            self._first, self._end = offset + self._first * size, offset + self._end * size
 
-def _range(operand: Operand, part: Family | None) -> tuple[int, int]:
-    """Return the first row of an operand in its buffer, and the row after it."""
-    if part is None:
-        return operand.first, operand.first + operand.tokens
-    first = part.offset + operand.first * part.row_bytes
-    return first, first + operand.tokens * part.row_bytes
+    def rows(self, *, own: bool | None = None) -> _Rows:
+        """Return the operands in buffers of the templates' own families, in others, or in all."""
+        chosen = np.ones_like(self._own) if own is None else self._own == own
+        number = np.cumsum(chosen) - chosen
+        taken = chosen[self._slot]
+        template, slot = self._template[taken], self._slot[taken]
+        return _Rows(
+            np.bincount(template, minlength=len(self._begins) - 1).tolist(),
+            self._position[taken].astype(NUMBER),
+            (number[slot] - number[self._begins[template]]).astype(NUMBER),
+            self._first[taken],
+            self._end[taken],
+            self._mode[taken].astype(NUMBER),
+        )
 
 
 def _taken(lengths: list[int], template_of: Ints) -> tuple[Ints, Ints]:
@@ -317,12 +322,6 @@ def _taken(lengths: list[int], template_of: Ints) -> tuple[Ints, Ints]:
     return np.arange(len(instance), dtype=NUMBER) + shift[instance], instance
 
 
-def _own_slots(template: Template) -> list[bool]:
-    """Return for each slot whether it has a buffer of the template's own families."""
-    own = {f.name for f in template.own}
-    return [s in own for s in template.slots]
-
-
 def _slots(program: Program, template_of: Ints, *, own: bool) -> tuple[Ints, Ints]:
     """Return the buffer of every slot of every instance, and the position of each instance's first slot.
 
@@ -333,8 +332,7 @@ def _slots(program: Program, template_of: Ints, *, own: bool) -> tuple[Ints, Int
     bases |= {f.name: bases[f.region] for f in program.families if f.region}
     base, is_own, slots = list[int](), list[bool](), []
     for template in templates:
-        flags = _own_slots(template)
-        chosen = [(s, mine) for s, mine in zip(template.slots, flags, strict=True) if own or not mine]
+        chosen = [(s, mine) for s, mine in zip(template.slots, template.own_slots, strict=True) if own or not mine]
         base += [bases[f"{template.name}/{s}" if mine else s] for s, mine in chosen]
         is_own += [mine for _, mine in chosen]
         slots.append(len(chosen))
