@@ -60,6 +60,15 @@ ACTIVATIONS = frozenset({"gelu", "swiglu", "geglu", "experts.swiglu", "experts.c
 REPEATED = ACTIVATIONS | {"linear", "experts.linear", "layer_norm", "rms_norm", "qk_norm", "rotary", "residual_add"}
 """Operators of a layer's first half whose results neither full nor row-wise recompute keeps."""
 
+WITHOUT_EXPERTS = {
+    "expert_load": "balanced",
+    "expert_capacity": 0.0,
+    "expert_overflow": "drop",
+    "expert_overlap": False,
+    "fp8_experts": False,
+}
+"""What a plan decides about experts when its layers have none."""
+
 MOST_LOWERED = 100_000
 """Largest size of the lowered layers that are kept, in instructions of their steps and templates; about 40 MB.
 
@@ -272,9 +281,11 @@ class Passes:
         few = repeated_layers(layers, windows=1, beside=2 * ENDS)
         if decisions.recompute_layers != ALL or not few.times:
             few = RepeatedLayers(tuple(layers), 0, len(layers), few.window, 0)
-        least = least_dp(decisions.layout)
         if gathered and gathers(decisions):
             return few.times, self._of_gathered(decisions, few)
+        if not any(shape.experts for shape in few.shapes):
+            decisions = _without_experts(decisions)
+        least = least_dp(decisions.layout)
         alone = msgspec.structs.replace(
             decisions,
             model=decisions.model.of_layers(few.shapes),
@@ -319,6 +330,15 @@ class Passes:
             return _FewLayers(alone, self._pricers.of(alone), middle, _repeated(question))
 
         return self._lowered.of(question, lowered)
+
+
+def _without_experts(decisions: Decisions) -> Decisions:
+    """Return a plan for layers without experts, which are the same however the experts of other layers are divided.
+
+    A model of such layers alone has no experts to divide, so the plan would be refused.
+    """
+    whole = msgspec.structs.replace(decisions.layout, ep=1, expert_tp=0)
+    return msgspec.structs.replace(decisions, layout=whole, **WITHOUT_EXPERTS)
 
 
 _Question = tuple[Decisions, range]
