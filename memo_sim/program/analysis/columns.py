@@ -303,7 +303,7 @@ class _Rows:
     """Place of the instruction in its template."""
     slot: Ints
     first: Ints
-    tokens: Ints
+    end: Ints
     mode: Ints
 
 
@@ -314,17 +314,10 @@ def _rows_of(program: Program) -> _Rows:
 
         templates   A: a0 a1 | B: b0 b1 b2        instances   A B A  ->  a0 a1 b0 b1 b2 a0 a1
     """
-    rows = [
-        (n, position, operand.slot, operand.first, operand.tokens, int(operand.mode))
-        for n, template in enumerate(program.templates)
-        for position, instruction in enumerate(template.instructions)
-        for operand in instruction.operands
-    ]
-    table = np.fromiter(chain.from_iterable(rows), np.int64, 6 * len(rows)).reshape(-1, 6)
-    template, position, slot, first, tokens, mode = np.ascontiguousarray(table.T)
-    return _Rows(
-        template.astype(NUMBER), position.astype(NUMBER), slot.astype(NUMBER), first, tokens, mode.astype(NUMBER)
-    )
+    rows = [template.operand_rows for template in program.templates]
+    template = np.repeat(np.arange(len(rows), dtype=NUMBER), [len(each) for each in rows])
+    position, slot, first, end, mode = np.ascontiguousarray(np.concatenate(rows).T)
+    return _Rows(template, position.astype(NUMBER), slot.astype(NUMBER), first, end, mode.astype(NUMBER))
 
 
 def _taken(lengths: Ints, template_of: Ints) -> tuple[Ints, Ints]:
@@ -347,10 +340,9 @@ class _Slots:
         bases |= {name: bases[f.region] for name, f in parts.items()}
         own, base, lengths, offset, scale = list[bool](), list[int](), list[int](), list[int](), list[int]()
         for template in program.templates:
-            owned = {f.name for f in template.own}
             lengths.append(len(template.slots))
-            for slot in template.slots:
-                mine, part = slot in owned, parts.get(slot)
+            for slot, mine in zip(template.slots, template.own_slots, strict=True):
+                part = parts.get(slot)
                 own.append(mine)
                 base.append(bases[f"{template.name}/{slot}" if mine else slot])
                 offset.append(part.offset if part else 0)
@@ -374,8 +366,8 @@ class _Slots:
     def ranges(self, rows: _Rows) -> tuple[Ints, Ints]:
         """Return the first row of each operand in its buffer, and the row after its last one."""
         slot = self.first[rows.template] + rows.slot
-        first = self._offset[slot] + rows.first * self._scale[slot]
-        return first, first + rows.tokens * self._scale[slot]
+        offset, scale = self._offset[slot], self._scale[slot]
+        return offset + rows.first * scale, offset + rows.end * scale
 
     def buffers(self, program: Program, template_of: Ints, *, own: bool) -> tuple[Ints, Ints]:
         """Return the buffer of every slot of every instance, and the position of each instance's first slot.
