@@ -355,7 +355,7 @@ class _FewLayers:
         self._decisions, self._program, self._repeated = decisions, program, repeated
         lengths = [len(template.instructions) for template in program.templates]
         starts = np.cumsum([0, *lengths])
-        of_instance = np.array([i.template for i in program.instances])
+        of_instance = program.template_of
         self._instance = np.repeat(np.arange(len(of_instance)), np.array(lengths)[of_instance])
         at = np.concatenate([np.arange(starts[number], starts[number + 1]) for number in of_instance.tolist()])
         rows = np.array([row for template in program.templates for row in _rows(template, pricer)], dtype=np.float64)

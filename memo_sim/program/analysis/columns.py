@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -100,7 +99,12 @@ class InstructionColumns:
 
     def by_template(self, rows: Sequence[NDArray[Entry]]) -> NDArray[Entry]:
         """Return for every instruction the entry of its template's row at its position."""
-        return np.concatenate([rows[0][:0], *(rows[template] for template in self.template_of.tolist())])
+        joined = np.concatenate([rows[0][:0], *rows])
+        length = np.array([len(each) for each in rows], dtype=np.int64)
+        shift = (np.cumsum(length) - length)[self.template_of] - self.starts[:-1]
+        entry = np.repeat(shift.astype(NUMBER), length[self.template_of])
+        entry += np.arange(len(entry), dtype=NUMBER)
+        return joined.take(entry)
 
     @property
     def of_instructions(self) -> InstructionColumns:
@@ -241,7 +245,7 @@ def check_numbered(count: int, of: str) -> None:
 def _instructions(program: Program) -> InstructionColumns:
     """Return the columns of instructions."""
     lanes = [np.array([int(i.lane) for i in template.instructions], dtype=NUMBER) for template in program.templates]
-    template_of = np.array([i.template for i in program.instances], dtype=NUMBER)
+    template_of = program.template_of
     lengths = np.array([len(each) for each in lanes], dtype=np.int64)
     starts = np.append(0, np.cumsum(lengths[template_of]))
     check_numbered(int(starts[-1]), "instructions")
@@ -344,6 +348,6 @@ def _slots(program: Program, template_of: Ints, *, own: bool) -> tuple[Ints, Int
     number = np.empty(len(template_of), dtype=np.int64)
     number[order] = np.arange(len(order)) - np.repeat(np.cumsum(uses) - uses, uses)
     index, bound = number[instance], ~np.array(is_own, dtype=np.bool_)[row]
-    index[bound] = np.fromiter(chain.from_iterable(i.indices for i in program.instances), np.int64, int(bound.sum()))
+    index[bound] = program.bound_indices
     taken = np.array(slots, dtype=np.int64)[template_of]
     return np.array(base, dtype=np.int64)[row] + index, np.cumsum(taken) - taken

@@ -123,7 +123,7 @@ def without_library(program: Program, lives: Liveness) -> Liveness:
 
 def _of_libraries(program: Program) -> Flags:
     """Return a flag for each buffer: whether a library allocates it."""
-    bases, uses = dict(program.family_bases), Counter(i.template for i in program.instances)
+    bases, uses = dict(program.family_bases), Counter(program.template_of.tolist())
     bases |= {f.name: bases[f.region] for f in program.families if f.region}
     chosen: Flags = np.zeros(sum(f.count for f in program.all_families), dtype=np.bool_)
     for number, template in enumerate(program.templates):

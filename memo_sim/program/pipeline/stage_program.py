@@ -58,7 +58,7 @@ def _placed(parts: StageParts, families: StageFamilies, templates: StageTemplate
         return known[key]
     order = StageOrder(parts, templates, slots)
     order.place()
-    placed = tuple(order.instances), tuple(order.first_instances)
+    placed = order.instances, tuple(order.first_instances)
     if known is not None:
         known[key] = placed
     return placed
