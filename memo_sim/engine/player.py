@@ -92,7 +92,10 @@ def play_stages(
             got="; ".join(_waiting(segments, joined, clock, s, name) for s in stuck),
             hint="this is a bug in the lowering or in the derived edges",
         )
-    spans = _spans(segments.without_edges, work, clock, parts, len(used))
+    segments = segments.without_edges
+    pieces = _Pieces(segments, work, clock)
+    del work
+    spans = _spans(segments, pieces, clock, parts, len(used))
     return [
         Playback(part.columns, part.edges, start_s=start_s, end_s=end_s, by_simpy=clock.by_simpy)
         for part, (start_s, end_s) in zip(parts, spans, strict=True)
@@ -145,13 +148,12 @@ def _groups(segments: Segments, met: Ints, bounds: Ints) -> Groups:
 
 
 def _spans(
-    segments: Segments, work: Floats, clock: Clock, parts: Sequence[Part], own: int
+    segments: Segments, pieces: _Pieces, clock: Clock, parts: Sequence[Part], own: int
 ) -> Iterator[tuple[Floats, Floats]]:
     """Yield start and end of every instruction of each stage, interpolated between the ends of its segment.
 
     ``own``: the number of lanes of a stage. Stages follow each other, so that no array of all of them is needed.
     """
-    pieces = _Pieces(segments, work, clock)
     for part, (stage, mine) in zip(parts, _stages(segments, parts, own), strict=True):
         order, total = stage.order, len(stage.order)
         start, end = np.empty(total), np.empty(total)

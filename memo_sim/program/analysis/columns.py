@@ -58,6 +58,19 @@ class Operands:
     """Whether their device memory is allocated and freed during the step."""
     starts: Ints
 
+    @property
+    def first_and_last(self) -> tuple[Ints, Ints]:
+        """The first and the last instruction of a repetition that touches each buffer.
+
+        Where none does, they are the number of all instructions and -1. Of several rows of a buffer, the one that is
+        assigned last stays.
+        """
+        first = np.full(len(self.bases), len(self.lane), dtype=NUMBER)
+        last = np.full(len(self.bases), -1, dtype=NUMBER)
+        first[self.buffer[::-1]] = self.instruction[::-1]
+        last[self.buffer] = self.instruction
+        return first, last
+
     def instructions(self, numbers: Ints) -> Ints:
         """Return instructions of a repetition, numbered through the program, in every repetition."""
         found: Ints = (self.starts[:, None] + numbers).ravel()

@@ -112,9 +112,10 @@ def _conflicts_of(operands: Operands, shared: Flags) -> list[tuple[Ints, Ints]]:
 
 def _shared(operands: Operands) -> Flags:
     """Return a flag for each buffer of a repetition: whether several lanes touch it."""
-    touching = np.zeros(len(operands.bases), dtype=np.int64)
-    np.bitwise_or.at(touching, operands.buffer, 1 << operands.lane[operands.instruction].astype(np.int64))
-    found: Flags = (touching & (touching - 1)) > 0
+    lane, last = operands.lane[operands.instruction], np.empty(len(operands.bases), dtype=NUMBER)
+    last[operands.buffer] = lane
+    found = np.zeros(len(operands.bases), dtype=np.bool_)
+    found[operands.buffer[lane != last[operands.buffer]]] = True
     return found
 
 
@@ -141,10 +142,7 @@ class _Uses:
 
 def _uses(operands: Operands, shared: Flags) -> _Uses:
     """Return how the dynamic buffers of all repetitions are used."""
-    birth = np.full(len(operands.bases), len(operands.lane), dtype=NUMBER)
-    death = np.full(len(operands.bases), -1, dtype=NUMBER)
-    np.minimum.at(birth, operands.buffer, operands.instruction)
-    np.maximum.at(death, operands.buffer, operands.instruction)
+    birth, death = operands.first_and_last
     used = operands.dynamic & (death >= 0)
     touches = np.flatnonzero((shared & operands.dynamic)[operands.buffer])
     buffer, instruction = operands.buffer[touches], operands.instruction[touches]
@@ -202,7 +200,8 @@ def _segments(operands: Operands, shared: Flags) -> tuple[Ints, Ints, Ints]:
     span = int(end[some].max(initial=0)) + 1
     base = buffer[some].astype(np.int64) * span
     begins, ends = base + first[some], base + end[some]
-    cuts = np.unique(np.concatenate((begins, ends)))
+    chosen = _examples(begins, ends)
+    cuts = np.unique(np.concatenate((begins[chosen], ends[chosen])))
     low = np.searchsorted(cuts, begins)
     pieces = np.searchsorted(cuts, ends) - low
     source = np.repeat(np.arange(len(some), dtype=np.int64), pieces)
@@ -218,6 +217,17 @@ def _segments(operands: Operands, shared: Flags) -> tuple[Ints, Ints, Ints]:
     first_time = _begins(segment) | _begins(doing)
     kept = first_time | np.append(first_time[1:], True)[: len(first_time)]
     return segment[kept], instruction[kept], mode[kept]
+
+
+def _examples(begins: Ints, ends: Ints) -> Flags:
+    """Choose at least one of all equal pairs, and few of them; to sort thousands of equal pairs would take longer."""
+    hashed = (begins ^ (begins >> 16) ^ (ends << 5)) & 0xFFFF
+    last = np.empty(1 << 16, dtype=NUMBER)
+    last[hashed] = np.arange(len(hashed), dtype=NUMBER)
+    example = last[hashed]
+    chosen: Flags = (begins[example] != begins) | (ends[example] != ends)
+    chosen[example] = True
+    return chosen
 
 
 def sorted_with_places(numbers: Ints) -> tuple[Ints, Ints]:

@@ -43,11 +43,8 @@ class Once:
 
     def __init__(self, instances: list[Instance]) -> None:
         self._instances = instances
-
-    @property
-    def templates(self) -> Numbers:
+        self.templates: Numbers = np.array([each.template for each in instances], dtype=np.int32)
         """The template of every instance."""
-        return np.array([each.template for each in self._instances], dtype=np.int32)
 
     @property
     def indices(self) -> tuple[Numbers, Numbers]:
@@ -118,7 +115,7 @@ class Instances(Sequence[Instance]):
         """Return given instances, each of which comes once; those of this class as they are."""
         return instances if isinstance(instances, Instances) else cls([(Once(list(instances)), 0)])
 
-    @property
+    @cached_property
     def templates(self) -> Numbers:
         """The template of every instance."""
         row, _ = self._rows([group.templates for group in self._groups])
