@@ -376,7 +376,7 @@ class _FewLayers:
         self._decisions, self._program, self._repeated = decisions, program, repeated
         templates, instances = program.templates, program.instances
         lengths = np.array([len(template.instructions) for template in templates])
-        of_instance = np.array([i.template for i in instances])
+        of_instance = program.template_of
         played = lengths[of_instance]
         self._instance = np.repeat(np.arange(len(of_instance)), played)
         shift = (np.cumsum(lengths) - lengths)[of_instance] - (np.cumsum(played) - played)
