@@ -74,8 +74,13 @@ class Bounded:
         return LEAST if self.bound is None else _least_key(self.bound, self.shortfall_bytes)
 
     def next_name(self, limit_s: float) -> Hashable:
-        """Return the name of the next bounds, with what they depend on beside the candidate."""
-        return (self.next_bound, limit_s) if self.next_bound == "alone" else self.next_bound
+        """Return the name of the next bounds, with what they depend on beside the candidate.
+
+        One stage is played against longer and longer times, each from the bounds before it.
+        """
+        if self.next_bound == "alone" and self.bound is not None:
+            return self.next_bound, limit_s, self.bound.step_s
+        return self.next_bound
 
 
 def _higher(one: LowerBound, other: LowerBound) -> LowerBound:
