@@ -165,14 +165,16 @@ def longest_command(*, step: str, max_step_s: float | None, one_more_gib: bool, 
     """
     from memo_sim.api import longest_of
     from memo_sim.contract.units import parse_tokens
+    from memo_sim.planning.processes import command_processes
     from memo_sim.views.tables import longest_text
 
     parse_tokens(step, option="--step")
     outputs, _, question = asked({**options, "plan_path": None, "seq_len": step}, fill=False)
     (price,) = prices_of(options, [question.cluster.name])
     wanted: Options = {"step": step, "max_step_s": max_step_s, "one_more_gib": one_more_gib}
-    wanted |= {"jobs": options["jobs"], "price_per_gpu_hour": price, "command": command_line("memo-sim")}
-    found = with_progress("lengths", lambda tell: longest_of(question, **wanted, progress=tell))
+    wanted |= {"price_per_gpu_hour": price, "command": command_line("memo-sim")}
+    with command_processes(options["jobs"]):
+        found = with_progress("lengths", lambda tell: longest_of(question, **wanted, progress=tell))
     if found.at_longest is not None:
         found.at_longest.write(replace(outputs, report=None))
     if outputs.report is not None:
@@ -189,15 +191,17 @@ def longest_command(*, step: str, max_step_s: float | None, one_more_gib: bool, 
 
 def _ask(plan: Plan | None, question: Question, options: Options, price: float | None) -> WhatIfResult:
     from memo_sim.api import answered, priced
+    from memo_sim.planning.processes import command_processes
 
     command = command_line("memo-sim")
     if plan is not None:
         where = options["plan_path"] or options["job_paths"][0]
         return priced(plan, question, where=where, price_per_gpu_hour=price, command=command)
     top = options["top"] or (IN_JSON if options["as_json"] or options["report"] else IN_TEXT)
-    wanted: Options = {name: options[name] for name in ("pareto", "one_more_gib", "jobs")}
+    wanted: Options = {name: options[name] for name in ("pareto", "one_more_gib")}
     wanted |= {"top": top, "price_per_gpu_hour": price, "command": command}
-    return with_progress("plans", lambda tell: answered(question, **wanted, progress=tell))
+    with command_processes(options["jobs"]):
+        return with_progress("plans", lambda tell: answered(question, **wanted, progress=tell))
 
 
 @cli.command("validate")
