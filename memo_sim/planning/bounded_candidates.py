@@ -153,8 +153,8 @@ class CandidateBounds:
         """Return a candidate with bounds from what it shares with those that are ``opened``, without a lowering.
 
         The pipeline's bound serves all candidates of its layout except the one that keeps everything, which costs no
-        more to play. A plan with subsequences that does not fit has no tighter bounds: without them, its memory is
-        known sooner than a few of its layers are lowered.
+        more to play. A plan with subsequences that does not fit goes on to the memory of its last stage: a few of its
+        layers have as many templates as the stage.
         """
         base, any_alpha = candidate.base, candidate.policy.alpha is None
         keep = kept(base)
@@ -167,7 +167,7 @@ class CandidateBounds:
         short = self.of_plans.shortfall_bytes(bound)
         itself = not any_alpha and base == keep
         if short and not any_alpha and base.layout.subsequences > 1:
-            return Bounded(candidate, bound, short)
+            return Bounded(candidate, bound, short, "memory" if base.layout.pp > 1 else "")
         if short or itself or not tells:
             return Bounded(candidate, bound, short, "layers")
         if base.layout.subsequences == 1:
@@ -335,7 +335,8 @@ class CandidateBounds:
         """
         bounds, base = self.of_plans, candidate.base
         if candidate.policy.alpha is not None:
-            return replace(bound, device_bytes=max(bound.device_bytes, bounds.of_fullest_stage(base)))
+            of_stage = bounds.of_last_stage if base.layout.subsequences > 1 else bounds.of_fullest_stage
+            return replace(bound, device_bytes=max(bound.device_bytes, of_stage(base)))
         grid = Grid.of(base)
         partial = candidate.policy.swaps_some
         low, high = int(partial), grid.steps - int(partial)

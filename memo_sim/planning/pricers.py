@@ -1,7 +1,8 @@
 """Pricers of layouts, shared by plans that differ in what does not change the price of any work.
 
 A search prices thousands of small programs. Most of their works are equal: alphas of one layout differ only in rows
-that are copied or recomputed, and how a pipeline divides its layers and orders its passes prices nothing.
+that are copied or recomputed, and how a pipeline divides its layers, cuts its sequences and orders its passes prices
+nothing.
 """
 
 from __future__ import annotations
@@ -30,5 +31,6 @@ class Pricers:
         """Return the pricer of a plan's layout and row-wise kernels."""
         layout, rowwise = decisions.layout, decisions.kernels.rowwise
         # Where stages lie on nodes decides how fast ranks exchange; their layers and the order of passes do not.
-        placed = replace(layout, schedule="1f1b", virtual_stages=1, pp_layers=())
+        whole = replace(layout, subsequences=1, partition="flops", multiplexed=False)
+        placed = replace(whole, schedule="1f1b", virtual_stages=1, pp_layers=())
         return self._made.of((placed, rowwise), lambda: Pricer(self._hardware, self._cluster, placed, rowwise=rowwise))
