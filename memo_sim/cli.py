@@ -6,7 +6,6 @@ inside the command that needs it.
 
 from __future__ import annotations
 
-import gc
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from memo_sim.commands.doctor import doctor_command
 from memo_sim.commands.interchange import GIVEN, export_command, import_command
 from memo_sim.commands.sweep import sweep_command
 from memo_sim.commands.understand import compare_command, explain_command, oom_command
+from memo_sim.contract.cycles import look_seldom
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.knobs import MEMORY_GIB
 from memo_sim.question_options import (
@@ -52,10 +52,6 @@ if TYPE_CHECKING:
     from memo_sim.api import WhatIfResult
     from memo_sim.contract.plan import Plan
     from memo_sim.planning.question import Question
-
-COLLECTED_AFTER = 50_000
-"""New objects after which Python looks for cycles. A lowering makes thousands, and none: looking as often as Python
-does unasked is a tenth of a search's time."""
 
 
 @click.group(cls=Commands, context_settings=SETTINGS)
@@ -436,7 +432,7 @@ def _fail(text: str, code: int, error: BaseException) -> NoReturn:
 
 def main() -> None:
     """Run the command line; every expected failure becomes its message and exit code."""
-    gc.set_threshold(COLLECTED_AFTER)
+    look_seldom()
     run_commands(cli, "memo-sim", _fail)
 
 

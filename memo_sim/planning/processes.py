@@ -37,6 +37,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
+from memo_sim.contract.cycles import look_seldom
 from memo_sim.contract.errors import CannotRun, UsageError
 
 MOST_JOBS = 64
@@ -298,6 +299,7 @@ def _without_interrupts() -> Iterator[None]:
 
 def _begin_process() -> None:
     """Leave Ctrl-C to the process that asks, and end with it."""
+    look_seldom()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if parent := multiprocessing.parent_process():
 
