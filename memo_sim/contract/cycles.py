@@ -1,6 +1,6 @@
-"""How often a process looks for objects that refer to each other in a circle and are no longer used.
+"""How often a process looks for cycles: objects that refer to each other and are no longer used.
 
-A lowering makes thousands of objects, and no circles. Looking as often as Python does unasked is a tenth of a search's
+A lowering makes thousands of objects, and no cycles. Looking as often as Python does unasked is a tenth of a search's
 time.
 """
 
