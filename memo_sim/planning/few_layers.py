@@ -221,17 +221,16 @@ class Passes:
         )
 
     def waited(self, decisions: Decisions, layers: Sequence[LayerShape]) -> Pass:
-        """Return the pass of ``of``, but of a long ring only the compute lane's part, unless the others are known.
+        """Return the pass of ``of``, but of a long ring and of METP on many ranks only the compute lane's part.
 
-        So of METP on many ranks.
+        So it does not depend on what has been lowered before.
 
         Raises:
             Infeasible: see ``of``.
         """
         _, question = self._few(decisions, layers)
         repeats = steps_repeat(question[0]) or parts_repeat(question[0])
-        known = not repeats or question in self._lanes
-        return self.of(decisions, layers) if known else self.computed(decisions, layers)
+        return self.computed(decisions, layers) if repeats else self.of(decisions, layers)
 
     def computed(self, decisions: Decisions, layers: Sequence[LayerShape]) -> Pass:
         """Return only the compute lane's part of that pass, which is faster to compute; the other fields are 0.
