@@ -265,7 +265,7 @@ def test_traces_are_of_every_stage_and_pin_all_programs() -> None:
 
 def test_a_stage_that_misses_its_counterpart_is_a_circle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memo_sim.program.pipeline.stage_p2p.StageP2P.ahead", 0)
-    monkeypatch.setattr("memo_sim.program.pipeline.stage_program.cached_orders", lambda _: None)
+    monkeypatch.setattr("memo_sim.program.pipeline.stage_program.cached_order", lambda _, __, place: place())
     with refused(MemoError, got="waits for") as error:
         run(Layout(pp=4, schedule="interleaved", virtual_stages=2), 8)
     assert error.value.exit_code == 1
