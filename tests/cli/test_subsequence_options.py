@@ -113,8 +113,8 @@ def test_numbers_are_searched(tmp_path: Path) -> None:
         (("--subsequences", "4", "--partition", "thirds"), 2, "--partition"),
         (("--partition", "length"), 2, {"got": "partition length", "hint": "--subsequences"}),
         (
-            ("--subsequences", "4", "--multiplexed", "--micro-batch", "2", "--global-batch", "2"),
-            *(4, {"where": "micro_batch", "got": "2 with multiplexing", "wanted": "1"}),
+            ("--subsequences", "4", "--multiplexed", "--schedule", "zero-bubble"),
+            *(4, {"where": "layout.schedule", "got": "zero-bubble", "wanted": "gpipe or 1f1b"}),
         ),
     ],
 )
