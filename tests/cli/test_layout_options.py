@@ -104,7 +104,10 @@ def test_a_layout_is_planned_as_asked_for(
         (("--pp", "2", "--virtual-stages", "2"), 2, {"got": "2 with the schedule 1f1b", "hint": STAGES}),
         (("--pp", "2", "--schedule", "interleaved"), 2, {"got": "1 with the schedule interleaved", "hint": STAGES}),
         (("--schedule", "gpipe"), 2, {"got": ("gpipe", "pp not given"), "hint": "--pp 2"}),
-        (("--pp", "2", "--tp", "2", "--zero", "3"), 4, {"where": "layout.zero", "got": "3", "wanted": "0 or 1"}),
+        (
+            ("--pp", "2", "--tp", "2", "--schedule", "zero-bubble", "--zero", "3"),
+            *(4, {"where": "layout.zero", "got": "3 with the schedule zero-bubble", "wanted": "0 or 1"}),
+        ),
         (("--zero", "0", "--zero-ranks", "4"), 2, {"got": ("zero_ranks 4", "zero 0"), "hint": "--zero 1"}),
         (("--tp", "1", "--cp", "8", "--zero-ranks", "3"), 4, {"where": "layout.zero_ranks", "got": "3 of 8 ranks"}),
         (("--ulysses", "3"), 2, {"got": "ulysses 3", "wanted": "8 devices"}),
