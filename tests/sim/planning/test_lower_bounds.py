@@ -149,6 +149,21 @@ def test_layers_without_experts_have_bounds_where_others_are_divided(more: dict[
             assert bound.device_bytes <= played.peak_device_bytes
 
 
+@pytest.mark.slow
+def test_a_search_of_stages_with_divided_experts_finds_what_evaluating_everything_finds() -> None:
+    cluster, hardware = with_memory(*load_cluster("h100-1x8"), device_bytes=300 * GIB, host_bytes=600 * GIB)
+    cluster = msgspec.structs.replace(cluster, devices_per_node=4)
+    model = load_model("deepseek-v3")
+    few = model.of_layers([model.layer(n) for n in range(1, 5)])
+    asked = Question(few, cluster, hardware, 1 << 14, system="every-layout", global_batch=4, pins=Pins(tp=1, pp=2))
+    found, everything = search(asked), search(asked, prune=False)
+    assert found.best is not None
+    assert everything.best is not None
+    assert (found.best.decisions, found.best.prediction) == (everything.best.decisions, everything.best.prediction)
+    assert found.best.decisions.layout.ep > 1
+    assert found.evaluated < everything.evaluated / 4
+
+
 @pytest.mark.parametrize(
     "layout",
     [
