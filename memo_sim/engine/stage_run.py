@@ -173,11 +173,8 @@ class StageRun:
         """Seconds of the step's instructions whose curve was read outside its range, each alone, by curve."""
         outside_of, none = self._pricer.outside_of, frozenset[str]()
         names = none.union(*outside_of.values())
-
-        def by(name: str) -> float:
-            return self._seconds_of(lambda i: name in outside_of.get(i.work, none))
-
-        return {name: by(name) for name in sorted(names)}
+        curves = [[outside_of.get(i.work, none) for i in t.instructions] for t in self.program.templates]
+        return {name: self._sum([[name in each for each in of] for of in curves]) for name in sorted(names)}
 
     @property
     def compute_s_without_recompute(self) -> float:
@@ -192,10 +189,11 @@ class StageRun:
 
     def _seconds_of(self, chosen: Callable[[Instruction], bool]) -> float:
         """Return the seconds of the step's chosen instructions, each alone."""
-        rows = [
-            seconds * np.array([float(chosen(i)) for i in template.instructions], dtype=np.float64)
-            for seconds, template in zip(self._seconds, self.program.templates, strict=True)
-        ]
+        return self._sum([[chosen(i) for i in template.instructions] for template in self.program.templates])
+
+    def _sum(self, chosen: list[list[bool]]) -> float:
+        """Return the seconds of the step's instructions that are ``chosen`` by template, each alone."""
+        rows = [s * np.array(each, dtype=np.float64) for s, each in zip(self._seconds, chosen, strict=True)]
         return float(np.sum(self._counted(self.columns.by_template(rows))))
 
     def _counted(self, values: NDArray[Amount]) -> NDArray[Amount]:

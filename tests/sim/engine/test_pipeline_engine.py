@@ -25,6 +25,7 @@ from memo_sim.program.analysis.rendezvous import all_rendezvous
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.work import Attention, Gemm, PointToPoint, Work
 from memo_sim.program.lower import lower, program_sha256
+from memo_sim.program.pipeline import order_cache
 from tests.pairs import covering
 from tests.refusals import refused
 from tests.sim.engine.critical_path import critical_path
@@ -315,3 +316,17 @@ def test_micro_batches_of_one_period_reserve_as_much_as_the_whole_step(schedule:
     ]
     assert few[0].micro_batches < 32
     assert all(one == all_ for one, all_ in reserved)
+
+
+def test_a_played_pipeline_keeps_neither_instances_nor_lives_of_buffers() -> None:
+    """They are most of a deep pipeline's memory, and only few answers ask for them."""
+    order_cache.forget()  # other tests look at the instances that it holds
+    simulation = run(Layout(pp=4, schedule="interleaved", virtual_stages=2), 512)
+    stage = simulation.stages[1]
+    assert stage.playback.span_s > 0
+    assert "_every" not in vars(stage.program.instances)
+    assert "_lives" not in vars(stage.memory)
+    assert len(stage.memory.device_lives.birth) == len(stage.memory.device_lives.bytes) > 0
+    assert stage.program.instances[-1].template == stage.program.template_of[-1]
+    assert "_every" in vars(stage.program.instances)
+    assert "_lives" in vars(stage.memory)

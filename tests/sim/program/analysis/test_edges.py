@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.engine.segments import cut
 from memo_sim.program.analysis.columns import NUMBER, Columns, expand, fold
-from memo_sim.program.analysis.edges import Edges, derive_edges
+from memo_sim.program.analysis.edges import Edges, derive_edges, sorted_with_places
 from memo_sim.program.analysis.liveness import live_bytes, liveness, peak, peak_of
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.lower import lower
@@ -220,3 +220,13 @@ def test_arrays_as_long_as_the_step_have_32_bits() -> None:
     assert {each.dtype for each in numbers} == {np.dtype(NUMBER)}
     ranges = [each for operands in columns.operands for each in (operands.first, operands.end)]
     assert {each.dtype for each in [*ranges, lives.bytes]} == {np.dtype(np.int64)}
+
+
+@pytest.mark.parametrize("most", [1, 1 << 15, 1 << 16, 1 << 30, 1 << 40])
+def test_numbers_of_any_size_are_sorted_with_equal_ones_in_order(most: int) -> None:
+    numbers = np.random.default_rng(0).integers(0, most, 5000) // 3 * 3
+    found, places = sorted_with_places(numbers)
+    assert places.tolist() == np.argsort(numbers, kind="stable").tolist()
+    assert (found == numbers[places]).all()
+    none, nowhere = sorted_with_places(numbers[:0])
+    assert len(none) == len(nowhere) == 0
