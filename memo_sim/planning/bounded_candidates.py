@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Literal
 
@@ -78,6 +78,12 @@ class Bounded:
         return (self.next_bound, limit_s) if self.next_bound == "alone" else self.next_bound
 
 
+@lru_cache(maxsize=8)
+def _beside(tried: tuple[Policy, ...], *, chunked: bool) -> tuple[Policy, ...]:
+    """Return the policies of a layout, whose attention can be ``chunked`` or not."""
+    return tuple(replace(policy, attention_chunks=policy.attention_chunks and chunked) for policy in tried)
+
+
 def _higher(one: LowerBound, other: LowerBound) -> LowerBound:
     """Return the higher of two lower bounds in each field."""
     return LowerBound(*(max(getattr(one, f.name), getattr(other, f.name)) for f in fields(LowerBound)))
@@ -111,7 +117,7 @@ class CandidateBounds:
         """
         try:
             keep, chunked = space.keeping(layout)
-            beside = [replace(p, attention_chunks=p.attention_chunks and chunked) for p in space.policies]
+            beside = _beside(space.policies, chunked=chunked)
             known = layout.subsequences == 1 and self._keeps_tell(space.policies, layout)
             known &= all(self._question.modules_of(policy.recompute) == keep.modules for policy in beside)
             bound = self.of_plans.of_layout(keep, beside if known else [], waits=waits)

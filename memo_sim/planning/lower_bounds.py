@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import inf
 
 import msgspec
@@ -29,7 +29,7 @@ from memo_sim.engine.layers import step_s_of_few_layers
 from memo_sim.memory.eager_framework import fused_loss, libraries_of
 from memo_sim.memory.huggingface import absent_states
 from memo_sim.planning.beside_kept import Change, has_waits, passes_beside
-from memo_sim.planning.few_layers import Held, Pass, Passes
+from memo_sim.planning.few_layers import Held, Pass, Passes, of_one_pass
 from memo_sim.planning.in_flight_bytes import in_flight_bytes
 from memo_sim.planning.pipeline_lower_bound import kept
 from memo_sim.planning.presets import Policy
@@ -111,6 +111,8 @@ class LowerBounds:
         self._in_flight_bytes: dict[Decisions, int] = {}
         self._blocks: dict[Decisions, tuple[list[tuple[int, int]], tuple[int, int]]] = {}
         """States of a layer of each kind and of the ends; splits into stages and policies share them."""
+        self._computed: dict[tuple[Decisions, bool], _Parts] = {}
+        """The compute lane's part of passes, by ``of_one_pass`` and whether there are several stages."""
         self._not_repeated: set[Decisions] = set()
         """Plans of which an alpha's layers were not seen to repeat; others of their alphas are not lowered for that."""
         self._hardware = hardware
@@ -169,7 +171,7 @@ class LowerBounds:
             return 0.0
         if low.layout.pp == 1:
             return self._alone.step_s(low, high, 0, before_s=0.0, after_s=0.0) or 0.0
-        parts = self._parts(kept(low), self.passes.computed)
+        parts = self._computed_parts(kept(low))
         around, last = self._around_stages(low, parts.layers, ()), low.layout.pp - 1
         of_stages = self._of_stages(kept(low), parts.whole, parts.layers, ())
         gain = self._gain_of_cuts if in_chunks(low) else 1.0  # the passes around the stage are priced whole
@@ -264,9 +266,9 @@ class LowerBounds:
         Raises:
             Infeasible: when ``keep`` cannot be lowered, or the profile has not measured its work.
         """
-        parts = self._parts(keep, self.passes.waited if waits else self.passes.computed)
+        parts = self._parts(keep, self.passes.waited) if waits else self._computed_parts(keep)
         found_s, known_s, knows_waits = inf, dict[Change, float](), has_waits(parts.whole)
-        for policy in dict.fromkeys(replace(policy, alpha=None, hides=False) for policy in policies):
+        for policy in _at_any_alpha(tuple(policies)):
             gain = self._gain_of_cuts if policy.attention_chunks else 1.0
             changes = passes_beside(keep, policy, waits=knows_waits, gain_of_pieces=self._gain_of_pieces)
             if any(s / gain >= found_s and more.adds_to(less) for more in changes for less, s in known_s.items()):
@@ -479,6 +481,13 @@ class LowerBounds:
             each.append(_added(of(decisions, some[1]), of(decisions, some[0]), ALONE[1] - ALONE[0]))
         return _Parts(whole, tuple(each))
 
+    def _computed_parts(self, decisions: Decisions) -> _Parts:
+        """Return the compute lane of ``_parts``; layouts that differ only in stages and replicas share it."""
+        alike = of_one_pass(decisions), decisions.layout.pp > 1
+        if alike not in self._computed:
+            self._computed[alike] = self._parts(decisions, self.passes.computed)
+        return self._computed[alike]
+
     def _held(self, decisions: Decisions) -> tuple[Held, float]:
         """Return what a stage with the fewest layers holds of one micro-batch, and the bytes of one more layer.
 
@@ -584,7 +593,8 @@ class LowerBounds:
         owns, found = dict[Hashable, Pass](), list[float]()
         for stage, around in zip(stages_of(decisions), self._around_stages(decisions, layers, ends), strict=True):
             resident = _most_resident(decisions, stage)
-            alike = (tuple(kinds[layer] for layer in stage.layers), resident, stage.last)
+            held = tuple(kinds[layer] for layer in stage.layers) if len(layers) > 1 else len(stage.layers)
+            alike = (held, resident, stage.last)
             if alike not in owns:
                 owns[alike] = _own(stage, [of[layer] for layer in stage.layers], resident, whole)
             own = owns[alike]
@@ -616,7 +626,7 @@ class LowerBounds:
         found: list[_Around] = []
         before_s = after_s = 0.0
         for stage in stages_of(decisions):
-            end_s = _ends_s(ends, [kinds[layer] for layer in stage.layers])
+            end_s = _ends_s(ends, [kinds[layer] for layer in stage.layers]) if ends else 0.0
             found.append(_Around(before_s, after_s, end_s))
             for layer in stage.runs[0]:
                 kind = kinds[layer] if len(layers) > 1 else 0
@@ -695,6 +705,12 @@ class LowerBounds:
                 layers[-1] = _added_bytes(layers[-1], more)
         self._blocks[alike] = layers, ends
         return self._blocks[alike]
+
+
+@lru_cache(maxsize=64)
+def _at_any_alpha(policies: tuple[Policy, ...]) -> tuple[Policy, ...]:
+    """Return the policies without what they say of alpha; thousands of layouts have the same."""
+    return tuple(dict.fromkeys(replace(policy, alpha=None, hides=False) for policy in policies))
 
 
 def rebuilds_all(decisions: Decisions) -> bool:
