@@ -490,7 +490,7 @@ def _rows(templates: Sequence[Template], pricer: Pricer) -> list[list[float]]:
         if key not in known:
             known[key] = _rows_of(template.instructions, pricer, forward=forward, counted=counted)
         for column, more in zip(found, known[key], strict=True):
-            column += more
+            column.extend(more)
     return found
 
 
