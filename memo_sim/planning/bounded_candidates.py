@@ -32,6 +32,7 @@ from memo_sim.planning.pipeline_lower_bound import is_known, kept, least_step_s
 from memo_sim.planning.presets import FULL_SWAP, KEEP, Policy
 from memo_sim.planning.question import Question
 from memo_sim.planning.rivals import Opened
+from memo_sim.planning.short_rings import steps_repeat
 from memo_sim.planning.space import Candidate, Space, policies
 
 RANGES: dict[str, int] = {"wide": WIDEST, "narrow": 2}
@@ -49,13 +50,17 @@ LEAST_SHARED = 3
 NextBound = Literal["beside", "unswapped", "pipeline", "layers", "passes", "wide", "narrow", "alone", "memory", ""]
 
 
+Counted = Literal["steps", "kernels", "waits"]
+"""What a layout's least key counts beside states: the later steps of a long ring alone, all kernels, or also waits."""
+
+
 @dataclass(frozen=True, slots=True)
 class BoundedLayout:
     """A layout whose candidates are not made."""
 
     layout: Layout
-    with_waits: bool = False
-    """Whether its least key counts collectives and waits; it gets no higher."""
+    counted: Counted
+    """What its least key counts; with waits, it gets no higher."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +115,42 @@ class CandidateBounds:
     def _policies(self) -> tuple[Policy, ...]:
         return policies(self._question)
 
-    def least_key_of_layout(self, space: Space, layout: Layout, *, waits: bool) -> Key:
+    def bounded_layout(self, space: Space, layout: Layout) -> tuple[Key, BoundedLayout]:
+        """Return a layout with its first least key, which is the cheapest to compute."""
+        key = self.least_key_of_layout(space, layout, "steps")
+        if key != LEAST:
+            return key, BoundedLayout(layout, "steps")
+        return self._with_kernels(space, layout)
+
+    def next_bounded_layout(self, space: Space, key: Key, one: BoundedLayout) -> tuple[Key, BoundedLayout]:
+        """Return a layout with its next least key, which is no lower than ``key`` unless nothing is known."""
+        if one.counted == "steps":
+            higher, one = self._with_kernels(space, one.layout)
+            return (LEAST if higher == LEAST else max(key, higher)), one
+        higher = self.least_key_of_layout(space, one.layout, "waits")
+        return max(key, higher), replace(one, counted="waits")
+
+    def _with_kernels(self, space: Space, layout: Layout) -> tuple[Key, BoundedLayout]:
+        key = self.least_key_of_layout(space, layout, "kernels")
+        # Where nothing is known, waits tell nothing either.
+        return key, BoundedLayout(layout, "waits" if key == LEAST else "kernels")
+
+    def least_key_of_layout(self, space: Space, layout: Layout, counted: Counted) -> Key:
         """Return a key that no outcome on the layout ranks before; the least of all where it cannot be lowered.
 
-        ``waits``: see ``LowerBounds.beside_s``.
+        Of a layout without a long ring, or whose attention tells nothing, ``steps`` are not known, either.
         """
         try:
             keep, chunked = space.keeping(layout)
+            if counted == "steps" and not steps_repeat(keep):
+                return LEAST
             beside = _beside(space.policies, chunked=chunked)
             known = layout.subsequences == 1 and self._keeps_tell(space.policies, layout)
             known &= all(self._question.modules_of(policy.recompute) == keep.modules for policy in beside)
-            bound = self.of_plans.of_layout(keep, beside if known else [], waits=waits)
+            if counted == "steps":
+                bound = self.of_plans.of_steps(keep, beside) if known else LowerBound(0.0, 0, 0)
+            else:
+                bound = self.of_plans.of_layout(keep, beside if known else [], waits=counted == "waits")
         except Infeasible:
             return LEAST
         return _least_key(bound, self.of_plans.shortfall_bytes(bound))

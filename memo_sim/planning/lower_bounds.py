@@ -40,6 +40,7 @@ from memo_sim.planning.step_ends import KEPT, StepEnd, StepEnds
 from memo_sim.planning.subsequences import part_prices
 from memo_sim.planning.w_pass_bytes import waiting_bytes
 from memo_sim.planning.window_bytes import WindowBytes
+from memo_sim.program.attention.ring import step_works
 from memo_sim.program.data_parallel.optimizer import Optimizer
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind
@@ -254,6 +255,26 @@ class LowerBounds:
         if not beside or self.shortfall_bytes(bound):
             return bound
         return replace(bound, step_s=self.beside_s(keep, beside, waits=waits))
+
+    def of_steps(self, keep: Decisions, policies: Iterable[Policy]) -> LowerBound:
+        """Return the bounds of ``of_layout`` where only the attention of the later steps of a ring is counted.
+
+        Nothing is lowered. A stage with the most layers plays these calls in every layer of every micro-batch; they are
+        alike (``short_rings.py``).
+
+        - ``keep``: see ``beside_s``; a plan for which ``steps_repeat``.
+
+        Raises:
+            Infeasible: when the profile has not measured the attention.
+        """
+        bound = self.of_layout(keep, ())
+        if keep.kernels.head_groups > 1 or self.shortfall_bytes(bound):
+            return bound
+        pricer = self._pricers.of(keep)
+        ring_s = sum(pricer.seconds(work) for work in step_works(keep, shape_of(keep).attention))
+        calls = keep.micro_batches * max(len(stage.layers) for stage in stages_of(keep)) * (keep.layout.cp - 1)
+        gain = self._gain_of_cuts if any(policy.attention_chunks for policy in policies) else 1.0
+        return replace(bound, step_s=calls * ring_s / gain * (1 - ROUNDING))
 
     def beside_s(self, keep: Decisions, policies: Iterable[Policy], *, waits: bool = False) -> float:
         """Return a lower bound of the step seconds of all plans with ``policies`` on the layout of ``keep``.
