@@ -277,7 +277,9 @@ class CandidateBounds:
         bound = bounds.rough(grid.at(most), keep=None)
         if bound.device_bytes <= room:
             bound = bounds.between(grid.at(most), grid.at(most))
-            bound = replace(bound, step_s=bounds.step_s_between(grid.at(low), grid.at(most)))
+            # Where no alpha fits, no time is asked for.
+            fits = bound.device_bytes <= room
+            bound = replace(bound, step_s=bounds.step_s_between(grid.at(low), grid.at(most)) if fits else 0.0)
         if most < grid.steps - 1 and bound.device_bytes > room:
             # At every alpha, one of the two memories is too small; by how much is not known.
             return replace(bound, device_bytes=room + 1, host_bytes_per_node=0)
