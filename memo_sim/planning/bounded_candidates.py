@@ -59,8 +59,14 @@ class BoundedLayout:
     """A layout whose candidates are not made."""
 
     layout: Layout
+    least_key: Key
+    """No outcome of the layout ranks before this key."""
     counted: Counted
-    """What its least key counts; with waits, it gets no higher."""
+    """What the key counts; with waits, it gets no higher."""
+
+    def next_name(self, _: float) -> Hashable:
+        """Return the name of the next bounds; empty where there are none."""
+        return {"steps": "kernels", "kernels": "waits", "waits": ""}[self.counted]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +85,13 @@ class Bounded:
         return LEAST if self.bound is None else _least_key(self.bound, self.shortfall_bytes)
 
     def next_name(self, limit_s: float) -> Hashable:
-        """Return the name of the next bounds, with what they depend on beside the candidate."""
-        return (self.next_bound, limit_s) if self.next_bound == "alone" else self.next_bound
+        """Return the name of the next bounds, with what they depend on beside the candidate.
+
+        One stage is played against longer and longer times, each from the bounds before it.
+        """
+        if self.next_bound == "alone" and self.bound is not None:
+            return self.next_bound, limit_s, self.bound.step_s
+        return self.next_bound
 
 
 @lru_cache(maxsize=8)
@@ -115,27 +126,25 @@ class CandidateBounds:
     def _policies(self) -> tuple[Policy, ...]:
         return policies(self._question)
 
-    def bounded_layout(self, space: Space, layout: Layout) -> tuple[Key, BoundedLayout]:
-        """Return a layout with its first least key, which is the cheapest to compute."""
-        key = self.least_key_of_layout(space, layout, "steps")
-        if key != LEAST:
-            return key, BoundedLayout(layout, "steps")
-        return self._with_kernels(space, layout)
+    def layout(self, space: Space, layout: Layout) -> BoundedLayout:
+        """Return a layout with its first bounds, the cheapest that are known."""
+        key = self._least_key_of_layout(space, layout, "steps")
+        return self._with_kernels(space, layout) if key == LEAST else BoundedLayout(layout, key, "steps")
 
-    def next_bounded_layout(self, space: Space, key: Key, one: BoundedLayout) -> tuple[Key, BoundedLayout]:
-        """Return a layout with its next least key, which is no lower than ``key`` unless nothing is known."""
+    def tightened_layout(self, space: Space, one: BoundedLayout) -> BoundedLayout:
+        """Return a layout with its next bounds, which are no lower unless nothing is known."""
         if one.counted == "steps":
-            higher, one = self._with_kernels(space, one.layout)
-            return (LEAST if higher == LEAST else max(key, higher)), one
-        higher = self.least_key_of_layout(space, one.layout, "waits")
-        return max(key, higher), replace(one, counted="waits")
+            found = self._with_kernels(space, one.layout)
+            return found if found.least_key == LEAST else replace(found, least_key=max(one.least_key, found.least_key))
+        key = self._least_key_of_layout(space, one.layout, "waits")
+        return BoundedLayout(one.layout, max(key, one.least_key), "waits")
 
-    def _with_kernels(self, space: Space, layout: Layout) -> tuple[Key, BoundedLayout]:
-        key = self.least_key_of_layout(space, layout, "kernels")
+    def _with_kernels(self, space: Space, layout: Layout) -> BoundedLayout:
+        key = self._least_key_of_layout(space, layout, "kernels")
         # Where nothing is known, waits tell nothing either.
-        return key, BoundedLayout(layout, "waits" if key == LEAST else "kernels")
+        return BoundedLayout(layout, key, "waits" if key == LEAST else "kernels")
 
-    def least_key_of_layout(self, space: Space, layout: Layout, counted: Counted) -> Key:
+    def _least_key_of_layout(self, space: Space, layout: Layout, counted: Counted) -> Key:
         """Return a key that no outcome on the layout ranks before; the least of all where it cannot be lowered.
 
         Of a layout without a long ring, or whose attention tells nothing, ``steps`` are not known, either.
