@@ -51,3 +51,13 @@ def distinct_layers(
 ) -> tuple[LayerShape, ...]:
     """Return the distinct shapes of layers; a search asks for them hundreds of thousands of times."""
     return tuple(dict.fromkeys(every_layer(pattern, layers, ffn_hidden, experts, window)))
+
+
+@lru_cache(maxsize=1024)
+def kinds_of_layers(
+    pattern: tuple[LayerRun, ...], layers: int, ffn_hidden: int, experts: Experts | None, window: int
+) -> tuple[int, ...]:
+    """Return for every layer the index of its shape among the distinct ones."""
+    shape = pattern, layers, ffn_hidden, experts, window
+    index = {each: number for number, each in enumerate(distinct_layers(*shape))}
+    return tuple(index[each] for each in every_layer(*shape))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Literal
 
@@ -32,6 +32,7 @@ from memo_sim.planning.pipeline_lower_bound import is_known, kept, least_step_s
 from memo_sim.planning.presets import FULL_SWAP, KEEP, Policy
 from memo_sim.planning.question import Question
 from memo_sim.planning.rivals import Opened
+from memo_sim.planning.short_rings import steps_repeat
 from memo_sim.planning.space import Candidate, Space, policies
 
 RANGES: dict[str, int] = {"wide": WIDEST, "narrow": 2}
@@ -49,6 +50,10 @@ LEAST_SHARED = 3
 NextBound = Literal["beside", "unswapped", "pipeline", "layers", "passes", "wide", "narrow", "alone", "memory", ""]
 
 
+Counted = Literal["steps", "kernels", "waits"]
+"""What a layout's least key counts beside states: the later steps of a long ring alone, all kernels, or also waits."""
+
+
 @dataclass(frozen=True, slots=True)
 class BoundedLayout:
     """A layout whose candidates are not made."""
@@ -56,12 +61,12 @@ class BoundedLayout:
     layout: Layout
     least_key: Key
     """No outcome of the layout ranks before this key."""
-    with_waits: bool = False
-    """Whether the key counts collectives and waits; it gets no higher."""
+    counted: Counted
+    """What the key counts; with waits, it gets no higher."""
 
     def next_name(self, _: float) -> Hashable:
         """Return the name of the next bounds; empty where there are none."""
-        return "" if self.with_waits else "waits"
+        return {"steps": "kernels", "kernels": "waits", "waits": ""}[self.counted]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,12 @@ class Bounded:
         if self.next_bound == "alone" and self.bound is not None:
             return self.next_bound, limit_s, self.bound.step_s
         return self.next_bound
+
+
+@lru_cache(maxsize=8)
+def _beside(tried: tuple[Policy, ...], *, chunked: bool) -> tuple[Policy, ...]:
+    """Return the policies of a layout, whose attention can be ``chunked`` or not."""
+    return tuple(replace(policy, attention_chunks=policy.attention_chunks and chunked) for policy in tried)
 
 
 def _higher(one: LowerBound, other: LowerBound) -> LowerBound:
@@ -116,27 +127,39 @@ class CandidateBounds:
         return policies(self._question)
 
     def layout(self, space: Space, layout: Layout) -> BoundedLayout:
-        """Return a layout with its first bounds, from states and the compute lane."""
-        key = self._least_key_of_layout(space, layout, waits=False)
-        # Where nothing is known, waits tell nothing either.
-        return BoundedLayout(layout, key, with_waits=key == LEAST)
+        """Return a layout with its first bounds, the cheapest that are known."""
+        key = self._least_key_of_layout(space, layout, "steps")
+        return self._with_kernels(space, layout) if key == LEAST else BoundedLayout(layout, key, "steps")
 
     def tightened_layout(self, space: Space, one: BoundedLayout) -> BoundedLayout:
-        """Return a layout with bounds that count collectives and waits."""
-        key = self._least_key_of_layout(space, one.layout, waits=True)
-        return BoundedLayout(one.layout, max(key, one.least_key), with_waits=True)
+        """Return a layout with its next bounds, which are no lower unless nothing is known."""
+        if one.counted == "steps":
+            found = self._with_kernels(space, one.layout)
+            return found if found.least_key == LEAST else replace(found, least_key=max(one.least_key, found.least_key))
+        key = self._least_key_of_layout(space, one.layout, "waits")
+        return BoundedLayout(one.layout, max(key, one.least_key), "waits")
 
-    def _least_key_of_layout(self, space: Space, layout: Layout, *, waits: bool) -> Key:
+    def _with_kernels(self, space: Space, layout: Layout) -> BoundedLayout:
+        key = self._least_key_of_layout(space, layout, "kernels")
+        # Where nothing is known, waits tell nothing either.
+        return BoundedLayout(layout, key, "waits" if key == LEAST else "kernels")
+
+    def _least_key_of_layout(self, space: Space, layout: Layout, counted: Counted) -> Key:
         """Return a key that no outcome on the layout ranks before; the least of all where it cannot be lowered.
 
-        ``waits``: see ``LowerBounds.beside_s``.
+        Of a layout without a long ring, or whose attention tells nothing, ``steps`` are not known, either.
         """
         try:
             keep, chunked = space.keeping(layout)
-            beside = [replace(p, attention_chunks=p.attention_chunks and chunked) for p in space.policies]
+            if counted == "steps" and not steps_repeat(keep):
+                return LEAST
+            beside = _beside(space.policies, chunked=chunked)
             known = layout.subsequences == 1 and self._keeps_tell(space.policies, layout)
             known &= all(self._question.modules_of(policy.recompute) == keep.modules for policy in beside)
-            bound = self.of_plans.of_layout(keep, beside if known else [], waits=waits)
+            if counted == "steps":
+                bound = self.of_plans.of_steps(keep, beside) if known else LowerBound(0.0, 0, 0)
+            else:
+                bound = self.of_plans.of_layout(keep, beside if known else [], waits=counted == "waits")
         except Infeasible:
             return LEAST
         return _least_key(bound, self.of_plans.shortfall_bytes(bound))
@@ -263,7 +286,9 @@ class CandidateBounds:
         bound = bounds.rough(grid.at(most), keep=None)
         if bound.device_bytes <= room:
             bound = bounds.between(grid.at(most), grid.at(most))
-            bound = replace(bound, step_s=bounds.step_s_between(grid.at(low), grid.at(most)))
+            # Where no alpha fits, no time is asked for.
+            fits = bound.device_bytes <= room
+            bound = replace(bound, step_s=bounds.step_s_between(grid.at(low), grid.at(most)) if fits else 0.0)
         if most < grid.steps - 1 and bound.device_bytes > room:
             # At every alpha, one of the two memories is too small; by how much is not known.
             return replace(bound, device_bytes=room + 1, host_bytes_per_node=0)

@@ -301,31 +301,8 @@ class Passes:
             return few.times, self._of_gathered(decisions, few)
         if not any(shape.experts for shape in few.shapes):
             decisions = _without_experts(decisions)
-        least = least_dp(decisions.layout)
-        alone = msgspec.structs.replace(
-            decisions,
-            model=decisions.model.of_layers(few.shapes),
-            layout=msgspec.structs.replace(
-                decisions.layout,
-                dp=least,
-                pp=1,
-                pp_layers=(),
-                zero=0,
-                zero_ranks=0,
-                schedule="1f1b",
-                virtual_stages=1,
-                multiplexed=False,
-            ),
-            global_batch=least * decisions.micro_batch,
-            # Pure bf16 states are the ones whose gradients are bf16, which the products of a pass write.
-            states="pure-bf16" if without_masters(decisions) else "fp32",
-            zero_params="auto",
-            loss_metrics=0,
-            overlap="none",
-            memory_policy="eager" if decisions.memory_policy == "eager" else "planned",
-            host_allocator="exact",
-        )
-        return few.times, _question(alone, few, decisions)
+        model = decisions.model.of_layers(few.shapes)
+        return few.times, _question(msgspec.structs.replace(of_one_pass(decisions), model=model), few, decisions)
 
     def _of_gathered(self, decisions: Decisions, few: RepeatedLayers) -> _Question:
         """Return the lowered layers of a plan whose every micro-batch gathers parameters and scatters gradients."""
@@ -375,6 +352,24 @@ def _repeated(question: _Question) -> range:
     """
     alone, middle, _ = question
     return middle[:1] if len(alone.model.layer_shapes) == 1 else middle
+
+
+def of_one_pass(decisions: Decisions) -> Decisions:
+    """Return the plan that stands for all with the same kernels in a pass: in one stage, of the fewest replicas."""
+    least = least_dp(decisions.layout)
+    one_stage = {"pp": 1, "pp_layers": (), "schedule": "1f1b", "virtual_stages": 1, "multiplexed": False}
+    return msgspec.structs.replace(
+        decisions,
+        layout=msgspec.structs.replace(decisions.layout, dp=least, zero=0, zero_ranks=0, **one_stage),
+        global_batch=least * decisions.micro_batch,
+        # Pure bf16 states are the ones whose gradients are bf16, which the products of a pass write.
+        states="pure-bf16" if without_masters(decisions) else "fp32",
+        zero_params="auto",
+        loss_metrics=0,
+        overlap="none",
+        memory_policy="eager" if decisions.memory_policy == "eager" else "planned",
+        host_allocator="exact",
+    )
 
 
 def gathers(decisions: Decisions) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import inf
 
 import msgspec
@@ -29,7 +29,7 @@ from memo_sim.engine.layers import step_s_of_few_layers
 from memo_sim.memory.eager_framework import fused_loss, libraries_of
 from memo_sim.memory.huggingface import absent_states
 from memo_sim.planning.beside_kept import Change, has_waits, passes_beside
-from memo_sim.planning.few_layers import Held, Pass, Passes
+from memo_sim.planning.few_layers import Held, Pass, Passes, of_one_pass
 from memo_sim.planning.in_flight_bytes import in_flight_bytes
 from memo_sim.planning.pipeline_lower_bound import kept
 from memo_sim.planning.presets import Policy
@@ -40,6 +40,7 @@ from memo_sim.planning.step_ends import KEPT, StepEnd, StepEnds
 from memo_sim.planning.subsequences import part_prices
 from memo_sim.planning.w_pass_bytes import waiting_bytes
 from memo_sim.planning.window_bytes import WindowBytes
+from memo_sim.program.attention.ring import step_works
 from memo_sim.program.data_parallel.optimizer import Optimizer
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind
@@ -111,6 +112,8 @@ class LowerBounds:
         self._in_flight_bytes: dict[Decisions, int] = {}
         self._blocks: dict[Decisions, tuple[list[tuple[int, int]], tuple[int, int]]] = {}
         """States of a layer of each kind and of the ends; splits into stages and policies share them."""
+        self._computed: dict[tuple[Decisions, bool, bool, int], _Parts] = {}
+        """The compute lane's part of passes, by ``of_one_pass`` and what else of the layout it depends on."""
         self._not_repeated: set[Decisions] = set()
         """Plans of which an alpha's layers were not seen to repeat; others of their alphas are not lowered for that."""
         self._hardware = hardware
@@ -169,7 +172,7 @@ class LowerBounds:
             return 0.0
         if low.layout.pp == 1:
             return self._alone.step_s(low, high, 0, before_s=0.0, after_s=0.0) or 0.0
-        parts = self._parts(kept(low), self.passes.computed)
+        parts = self._computed_parts(kept(low))
         around, last = self._around_stages(low, parts.layers, ()), low.layout.pp - 1
         of_stages = self._of_stages(kept(low), parts.whole, parts.layers, ())
         gain = self._gain_of_cuts if in_chunks(low) else 1.0  # the passes around the stage are priced whole
@@ -253,6 +256,26 @@ class LowerBounds:
             return bound
         return replace(bound, step_s=self.beside_s(keep, beside, waits=waits))
 
+    def of_steps(self, keep: Decisions, policies: Iterable[Policy]) -> LowerBound:
+        """Return the bounds of ``of_layout`` where only the attention of the later steps of a ring is counted.
+
+        Nothing is lowered. A stage with the most layers plays these calls in every layer of every micro-batch; they are
+        alike (``short_rings.py``).
+
+        - ``keep``: see ``beside_s``; a plan for which ``steps_repeat``.
+
+        Raises:
+            Infeasible: when the profile has not measured the attention.
+        """
+        bound = self.of_layout(keep, ())
+        if keep.kernels.head_groups > 1 or self.shortfall_bytes(bound):
+            return bound
+        pricer = self._pricers.of(keep)
+        ring_s = sum(pricer.seconds(work) for work in step_works(keep, shape_of(keep).attention))
+        calls = keep.micro_batches * max(len(stage.layers) for stage in stages_of(keep)) * (keep.layout.cp - 1)
+        gain = self._gain_of_cuts if any(policy.attention_chunks for policy in policies) else 1.0
+        return replace(bound, step_s=calls * ring_s / gain * (1 - ROUNDING))
+
     def beside_s(self, keep: Decisions, policies: Iterable[Policy], *, waits: bool = False) -> float:
         """Return a lower bound of the step seconds of all plans with ``policies`` on the layout of ``keep``.
 
@@ -264,10 +287,10 @@ class LowerBounds:
         Raises:
             Infeasible: when ``keep`` cannot be lowered, or the profile has not measured its work.
         """
-        parts = self._parts(keep, self.passes.waited if waits else self.passes.computed)
+        parts = self._parts(keep, self.passes.waited) if waits else self._computed_parts(keep)
         found_s, known_s = inf, dict[Change, float]()
         knows_waits = any(has_waits(each) for each in (parts.whole, *parts.layers))
-        for policy in dict.fromkeys(replace(policy, alpha=None, hides=False) for policy in policies):
+        for policy in _at_any_alpha(tuple(policies)):
             gain = self._gain_of_cuts if policy.attention_chunks else 1.0
             changes = passes_beside(keep, policy, waits=knows_waits, gain_of_pieces=self._gain_of_pieces)
             if any(s / gain >= found_s and more.adds_to(less) for more in changes for less, s in known_s.items()):
@@ -480,6 +503,14 @@ class LowerBounds:
             return _Parts(of(decisions, [model.layer(n) for n in range(model.layers)]), each)
         return _Parts(_head_of(some[0][0]), each)
 
+    def _computed_parts(self, decisions: Decisions) -> _Parts:
+        """Return the compute lane of ``_parts``; layouts that differ only in stages and replicas share it."""
+        layout = decisions.layout
+        alike = of_one_pass(decisions), layout.pp > 1, layout.multiplexed, layout.devices
+        if alike not in self._computed:
+            self._computed[alike] = self._parts(decisions, self.passes.computed)
+        return self._computed[alike]
+
     def _held(self, decisions: Decisions) -> tuple[Held, float]:
         """Return what a stage with the fewest layers holds of one micro-batch, and the bytes of one more layer.
 
@@ -585,7 +616,8 @@ class LowerBounds:
         owns, found = dict[Hashable, Pass](), list[float]()
         for stage, around in zip(stages_of(decisions), self._around_stages(decisions, layers, ends), strict=True):
             resident = _most_resident(decisions, stage)
-            alike = (tuple(kinds[layer] for layer in stage.layers), resident, stage.last)
+            held = tuple(kinds[layer] for layer in stage.layers) if len(layers) > 1 else len(stage.layers)
+            alike = (held, resident, stage.last)
             if alike not in owns:
                 owns[alike] = _own(stage, [of[layer] for layer in stage.layers], resident, whole)
             own = owns[alike]
@@ -617,7 +649,7 @@ class LowerBounds:
         found: list[_Around] = []
         before_s = after_s = 0.0
         for stage in stages_of(decisions):
-            end_s = _ends_s(ends, [kinds[layer] for layer in stage.layers])
+            end_s = _ends_s(ends, [kinds[layer] for layer in stage.layers]) if ends else 0.0
             found.append(_Around(before_s, after_s, end_s))
             for layer in stage.runs[0]:
                 kind = kinds[layer] if len(layers) > 1 else 0
@@ -696,6 +728,12 @@ class LowerBounds:
                 layers[-1] = _added_bytes(layers[-1], more)
         self._blocks[alike] = layers, ends
         return self._blocks[alike]
+
+
+@lru_cache(maxsize=64)
+def _at_any_alpha(policies: tuple[Policy, ...]) -> tuple[Policy, ...]:
+    """Return the policies without what they say of alpha; thousands of layouts have the same."""
+    return tuple(dict.fromkeys(replace(policy, alpha=None, hides=False) for policy in policies))
 
 
 def rebuilds_all(decisions: Decisions) -> bool:

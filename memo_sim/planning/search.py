@@ -7,9 +7,9 @@ that evaluating everything would give. When the Pareto front is asked for, a can
 is as fast as its bound and needs no more of either memory. Tighter bounds cost a lowering, so they are computed only
 when the previous ones do not decide.
 
-Where there are many layouts, a layout first gets lower bounds of its own, and tighter ones when it is the next. Its
-candidates are made only when these do not decide. In pipelines, whose plays are long, ranges of alpha get lower bounds
-as well.
+Where there are many layouts, a layout first gets lower bounds of its own, and tighter ones when it is the next: from
+the later steps of its ring, if that is long, then from all kernels, then with waits. Its candidates are made only when
+these do not decide. In pipelines, whose plays are long, ranges of alpha get lower bounds as well.
 
 Plans on PyTorch's allocator that may be the best are played under lower limits of its memory, too
 (``allocator_limits.py``).
@@ -53,8 +53,9 @@ from memo_sim.planning.space import Candidate, Space, last_resorts, with_alpha
 __all__ = ["Evaluated", "SearchResult", "best_with_more_memory", "play", "predict", "search", "search_beside"]
 
 MOST_LAYOUTS_AT_ONCE = 256
-"""More layouts are not all opened: each first gets lower bounds of its own, from states and the compute lane, and its
-candidates are made only when these do not decide. A layout that is pruned counts as many candidates as policies."""
+"""More layouts are not all opened: each first gets lower bounds of its own, from states and the compute lane, or a part
+of it, and its candidates are made only when these do not decide. A layout that is pruned counts as many candidates as
+policies."""
 
 
 def search(
@@ -209,7 +210,7 @@ class _Search:
             least_key, number, one = heappop(waiting)
             beyond = aims.prune and (self._found_enough() or self._cannot_matter(one, least_key))
             if isinstance(one, BoundedLayout):
-                if not (beyond or one.with_waits):
+                if not (beyond or one.counted == "waits"):
                     bounded = self._findings.tightened(number, one)
                     heappush(waiting, (bounded.least_key, number, bounded))
                     continue

@@ -32,7 +32,7 @@ from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.attention.partial import Part, add, own_d_q, pack, part_backward, part_forward
 from memo_sim.program.ir.builder import Rows, TemplateBuilder, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane
-from memo_sim.program.ir.work import Exchange, Rowwise
+from memo_sim.program.ir.work import Attention, Exchange, Rowwise
 from memo_sim.program.layout.documents import shared, step_segments
 from memo_sim.program.layout.shape import Shape
 
@@ -73,6 +73,12 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
 def arrive(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
     """Add the gradients that other ranks computed for this rank's keys and values to its own."""
     add(builder, decisions, "d_kv.return", builder.all(_buffer("d_kv", shape.cp)), builder.all("d_qkv"))
+
+
+def step_works(decisions: Decisions, shape: Shape) -> list[Attention]:
+    """Return the attention calls of the step after the local square, of its forward and its backward."""
+    parts = _parts(decisions, shape, 1)
+    return [part.work(decisions, shape, backward=backward) for part in parts for backward in (False, True)]
 
 
 def _forward_slots(decisions: Decisions, shape: Shape) -> int:

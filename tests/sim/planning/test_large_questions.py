@@ -15,6 +15,7 @@ from memo_sim.contract.errors import BadInput, Infeasible, UsageError
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.units import MOST_DEVICES, MOST_LAYERS
 from memo_sim.engine.simulate import simulate
+from memo_sim.planning import bounded_candidates
 from memo_sim.planning import search as searching
 from memo_sim.planning.layouts import _degrees, layouts
 from memo_sim.planning.lower_bounds import LowerBounds
@@ -55,6 +56,44 @@ def test_layouts_that_are_all_slower_than_a_known_plan_stay_unopened(monkeypatch
     known = replace(found, prediction=msgspec.structs.replace(found.prediction, step_s=1e-12))
     monkeypatch.setattr(searching, "MOST_LAYOUTS_AT_ONCE", 0)
     assert best_with_more_memory(question, SearchResult([known], 1, 0, [])) == known
+
+
+def test_long_rings_are_pruned_by_their_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plans are those of a search that prices all kernels of each layout; it lowers more of them."""
+    cluster, hardware = load_cluster("h100-2x8")
+    pins = Pins(tp=1, ulysses=1, pp=1, zero=1, recompute="none", alpha=0.0)
+    question = Question(load_model("llama-tiny"), cluster, hardware, 4096, "every-layout", global_batch=16, pins=pins)
+    monkeypatch.setattr(searching, "MOST_LAYOUTS_AT_ONCE", 0)
+    priced: list[Layout] = []
+    of_layout = LowerBounds.beside_s
+
+    def counted(self: LowerBounds, keep: Decisions, *policies: object, **options: bool) -> float:
+        priced.append(keep.layout)
+        return of_layout(self, keep, *policies, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LowerBounds, "beside_s", counted)
+    by_steps, few = search(question), {layout.cp for layout in priced}
+    priced.clear()
+    monkeypatch.setattr(bounded_candidates, "steps_repeat", lambda _: False)
+    by_kernels, more = search(question), {layout.cp for layout in priced}
+    assert few < more
+    assert by_steps.ranked[0].rank_key == by_kernels.ranked[0].rank_key
+    assert by_steps.evaluated + by_steps.pruned == by_kernels.evaluated + by_kernels.pruned
+
+
+@pytest.mark.parametrize("more", [{}, {"tp": 2, "sequence_parallel": True}, {"ulysses": 2}, {"pp": 3}], ids=str)
+@pytest.mark.parametrize("cp", [8, 16])
+def test_steps_of_long_rings_take_no_longer_than_all_kernels(cp: int, more: dict[str, int]) -> None:
+    layout = Layout(cp=cp, **more)  # type: ignore[arg-type]
+    cluster, hardware = with_memory(*load_cluster("h100-8x8"), device_bytes=2**50, host_bytes=2**50)
+    model = msgspec.structs.replace(load_model("llama3-8b"), layers=7)
+    keep = Decisions(model=model, layout=layout, seq_tokens=32_768, global_batch=6)
+    bounds = LowerBounds(hardware, cluster)
+    steps, chunked = bounds.of_steps(keep, [KEEP]), bounds.of_steps(keep, [KEEP, replace(KEEP, attention_chunks=True)])
+    assert 0 < chunked.step_s < steps.step_s < bounds.beside_s(keep, [KEEP])
+    assert chunked.device_bytes == steps.device_bytes == bounds.of_layout(keep, [KEEP]).device_bytes
+    if cp == 8:
+        assert steps.step_s < (simulate(keep, hardware, cluster).prediction.step_s or 0.0)
 
 
 PIPELINES = {
