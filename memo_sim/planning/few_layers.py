@@ -11,19 +11,23 @@ or no stretch repeats, all are lowered.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from memo_sim.contract.cluster import Cluster
+from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.knobs import MOST_ZERO
 from memo_sim.contract.layer_shape import LayerShape
 from memo_sim.contract.plan import Decisions
 from memo_sim.costs.pricing import Pricer
+from memo_sim.planning.experts_apart import experts_apart
 from memo_sim.planning.pricers import Pricers
 from memo_sim.planning.recent import Recent
 from memo_sim.planning.short_rings import (
@@ -39,7 +43,7 @@ from memo_sim.program.analysis.columns import Flags, FoldedColumns, Ints, fold
 from memo_sim.program.analysis.edges import derive_edges
 from memo_sim.program.analysis.liveness import liveness, living
 from memo_sim.program.arena.library_workspaces import lives_in_arena
-from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Instance, Lane, Template
+from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Instance, Instruction, Lane, Template
 from memo_sim.program.ir.kinds import BlockKind, Phase, TemplateKind
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Attention
@@ -59,6 +63,15 @@ ACTIVATIONS = frozenset({"gelu", "swiglu", "geglu", "experts.swiglu", "experts.c
 """Operators of an MLP's activation."""
 REPEATED = ACTIVATIONS | {"linear", "experts.linear", "layer_norm", "rms_norm", "qk_norm", "rotary", "residual_add"}
 """Operators of a layer's first half whose results neither full nor row-wise recompute keeps."""
+
+WITHOUT_EXPERTS = {
+    "expert_load": "balanced",
+    "expert_capacity": 0.0,
+    "expert_overflow": "drop",
+    "expert_overlap": False,
+    "fp8_experts": False,
+}
+"""What a plan decides about experts when its layers have none."""
 
 MOST_LOWERED = 100_000
 """Largest size of the lowered layers that are kept, in instructions of their steps and templates; about 40 MB.
@@ -208,17 +221,16 @@ class Passes:
         )
 
     def waited(self, decisions: Decisions, layers: Sequence[LayerShape]) -> Pass:
-        """Return the pass of ``of``, but of a long ring only the compute lane's part, unless the others are known.
+        """Return the pass of ``of``, but of a long ring and of METP on many ranks only the compute lane's part.
 
-        So of METP on many ranks.
+        So it does not depend on what has been lowered before.
 
         Raises:
             Infeasible: see ``of``.
         """
         _, question = self._few(decisions, layers)
         repeats = steps_repeat(question[0]) or parts_repeat(question[0])
-        known = not repeats or question in self._lanes
-        return self.of(decisions, layers) if known else self.computed(decisions, layers)
+        return self.computed(decisions, layers) if repeats else self.of(decisions, layers)
 
     def computed(self, decisions: Decisions, layers: Sequence[LayerShape]) -> Pass:
         """Return only the compute lane's part of that pass, which is faster to compute; the other fields are 0.
@@ -229,13 +241,13 @@ class Passes:
         Raises:
             Infeasible: see ``of``.
         """
-        times, (alone, middle) = self._few(decisions, layers, gathered=False)
+        times, (alone, middle, devices) = self._few(decisions, layers, gathered=False)
         if parts_repeat(alone):
-            some = [self._of_kernels((with_parts(alone, ranks), middle), times) for ranks in SHORT_PARTS]
+            some = [self._of_kernels((with_parts(alone, each), middle, devices), times) for each in SHORT_PARTS]
             return _of_compute(of_many_parts(some, alone.layout.metp))
         if not steps_repeat(alone):
-            return _of_compute(self._of_kernels((alone, middle), times))
-        few, many = (self._of_kernels((with_ring(alone, cp), middle), times) for cp in SHORT)
+            return _of_compute(self._with_experts_apart((alone, middle, devices), times))
+        few, many = (self._with_experts_apart((with_ring(alone, cp), middle, devices), times) for cp in SHORT)
         steps = (alone.layout.cp - SHORT[0]) / (SHORT[1] - SHORT[0])
         return _of_compute(few + steps * (many - few))
 
@@ -256,6 +268,19 @@ class Passes:
         device, host = (peak.at(repeated) for peak in self._peaks[question])
         return Held(device, host)
 
+    def _with_experts_apart(self, question: _Question, times: int) -> Floats:
+        """Return the seconds of ``KERNELS``, where possible from plans that others share (``experts_apart.py``)."""
+        alone, middle, devices = question
+        apart = experts_apart(alone)
+        if apart is not None:
+            with suppress(Infeasible):  # for example, tp does not divide the features of whole experts
+                whole, divided, neither = (
+                    self._of_kernels((one, middle, devices), times)
+                    for one in (apart.whole, apart.divided, apart.neither)
+                )
+                return whole + (divided - neither)
+        return self._of_kernels(question, times)
+
     def _of_kernels(self, question: _Question, times: int) -> Floats:
         """Return the seconds of ``KERNELS``."""
         if question not in self._kernels:
@@ -272,9 +297,11 @@ class Passes:
         few = repeated_layers(layers, windows=1, beside=2 * ENDS)
         if decisions.recompute_layers != ALL or not few.times:
             few = RepeatedLayers(tuple(layers), 0, len(layers), few.window, 0)
-        least = least_dp(decisions.layout)
         if gathered and gathers(decisions):
             return few.times, self._of_gathered(decisions, few)
+        if not any(shape.experts for shape in few.shapes):
+            decisions = _without_experts(decisions)
+        least = least_dp(decisions.layout)
         alone = msgspec.structs.replace(
             decisions,
             model=decisions.model.of_layers(few.shapes),
@@ -298,7 +325,7 @@ class Passes:
             memory_policy="eager" if decisions.memory_policy == "eager" else "planned",
             host_allocator="exact",
         )
-        return few.times, _question(alone, few)
+        return few.times, _question(alone, few, decisions)
 
     def _of_gathered(self, decisions: Decisions, few: RepeatedLayers) -> _Question:
         """Return the lowered layers of a plan whose every micro-batch gathers parameters and scatters gradients."""
@@ -311,23 +338,34 @@ class Passes:
             memory_policy="planned",
             host_allocator="exact",
         )
-        return _question(alone, few)
+        return _question(alone, few, decisions)
 
     def _lower(self, question: _Question) -> _FewLayers:
         def lowered() -> _FewLayers:
-            alone, middle = question
-            return _FewLayers(alone, self._pricers.of(alone), middle, _repeated(question))
+            alone, middle, devices = question
+            pricer = self._pricers.of(alone, devices=devices)
+            return _FewLayers(alone, pricer, middle, _repeated(question))
 
         return self._lowered.of(question, lowered)
 
 
-_Question = tuple[Decisions, range]
-"""The plan of a few layers, and those of them that can be repeated."""
+def _without_experts(decisions: Decisions) -> Decisions:
+    """Return a plan for layers without experts, which are the same however the experts of other layers are divided.
+
+    A model of such layers alone has no experts to divide, so the plan would be refused.
+    """
+    whole = msgspec.structs.replace(decisions.layout, ep=1, expert_tp=0)
+    return msgspec.structs.replace(decisions, layout=whole, **WITHOUT_EXPERTS)
 
 
-def _question(alone: Decisions, few: RepeatedLayers) -> _Question:
+_Question = tuple[Decisions, range, int]
+"""The plan of a few layers, those of them that can be repeated, and the devices that wait for each other."""
+
+
+def _question(alone: Decisions, few: RepeatedLayers, decisions: Decisions) -> _Question:
+    """Return what is lowered of ``decisions``, whose devices all wait for the slowest of them."""
     first = max(ENDS, few.first)
-    return alone, range(first, first + few.window)
+    return alone, range(first, first + few.window), decisions.layout.devices
 
 
 def _repeated(question: _Question) -> range:
@@ -335,7 +373,7 @@ def _repeated(question: _Question) -> range:
 
     Which of two rounding buffers a layer takes changes no bytes.
     """
-    alone, middle = question
+    alone, middle, _ = question
     return middle[:1] if len(alone.model.layer_shapes) == 1 else middle
 
 
@@ -353,21 +391,29 @@ class _FewLayers:
         """``repeated``: the layers of ``middle`` that are repeated where bytes are counted."""
         program = lower_passes(decisions)
         self._decisions, self._program, self._repeated = decisions, program, repeated
-        lengths = [len(template.instructions) for template in program.templates]
-        starts = np.cumsum([0, *lengths])
-        of_instance = np.array([i.template for i in program.instances])
-        self._instance = np.repeat(np.arange(len(of_instance)), np.array(lengths)[of_instance])
-        at = np.concatenate([np.arange(starts[number], starts[number + 1]) for number in of_instance.tolist()])
-        rows = np.array([row for template in program.templates for row in _rows(template, pricer)], dtype=np.float64)
-        lane, seconds, forward, head, attention, rebuilt, again, backward, begins, exchanged = rows[at].T
-        self._lane = lane.astype(np.int64)
-        self._inside = self._of_instances([_in_every_micro_batch(_template(program, i)) for i in program.instances])
-        self._middle = self._inside & self._of_instances([i.layer in middle for i in program.instances])
+        templates, instances = program.templates, program.instances
+        lengths = np.array([len(template.instructions) for template in templates])
+        of_instance = program.template_of
+        played = lengths[of_instance]
+        self._instance = np.repeat(np.arange(len(of_instance)), played)
+        shift = (np.cumsum(lengths) - lengths)[of_instance] - (np.cumsum(played) - played)
+        at = np.arange(len(self._instance)) + shift[self._instance]
+        rows = np.array(_rows(templates, pricer))[:, at]
+        seconds, attention, rebuilt, again, begins, exchanged = rows[1:]
+        self._lane = rows[0].astype(np.int64)
+        of_template = of_instance[self._instance]
+        self._inside = np.array([_in_every_micro_batch(t) for t in templates])[of_template]
+        self._middle = self._inside & self._of_instances([i.layer in middle for i in instances])
+        head = np.array([float(t.block is BlockKind.HEAD) for t in templates])[of_template]
+        forward, backward = (
+            np.array([float(t.block is BlockKind.LAYER and t.kind is kind) for t in templates])[of_template]
+            for kind in (TemplateKind.FORWARD, TemplateKind.BACKWARD)
+        )
         self._seconds, self._forward = seconds * self._inside, forward
         self._exchanged = exchanged
         self._inside_forward, self._inside_backward = forward * (1 - begins), backward * (1 - begins)
-        first = self._of_instances([i.subsequence == 0 for i in program.instances])
-        every = np.ones(len(lane))
+        first = self._of_instances([i.subsequence == 0 for i in instances])
+        every = np.ones(len(seconds))
         self._parts = np.array(
             [every, rebuilt, forward, attention, again, forward * first, first, rebuilt * first, head], dtype=np.float64
         )
@@ -451,55 +497,52 @@ def _in_every_micro_batch(template: Template) -> bool:
     return not template.kind.of_step and template.kind is not TemplateKind.QUANTIZE
 
 
-def _rows(template: Template, pricer: Pricer) -> list[tuple[float, ...]]:
-    """Return each instruction's lane and seconds, and 1 where it is of a part of the pass, else 0.
+def _rows(templates: Sequence[Template], pricer: Pricer) -> list[list[float]]:
+    """Return for the instructions of all templates: lane, seconds, and 1 where one is of a part of the pass, else 0.
 
-    The parts: the forward of layers, the head, attention in that forward, recompute, what ``Pass.repeated_s`` counts,
-    the backward of layers, the first kernels of templates, and what waits for experts' rows (``Pass.exchanged_s``).
+    The parts: attention in the forward of layers, recompute, what ``Pass.repeated_s`` counts, the first kernels of
+    templates, and what waits for experts' rows (``Pass.exchanged_s``). Templates may share their instructions.
     """
-    of_layers, counted = template.block is BlockKind.LAYER, _in_every_micro_batch(template)
-    forward, backward = (of_layers and template.kind is kind for kind in (TemplateKind.FORWARD, TemplateKind.BACKWARD))
-    first = next((each for each in template.instructions if each.lane is Lane.COMPUTE), None)
-    return [
-        (
-            each.lane,
-            pricer.seconds(each.work) if counted else 0.0,
-            forward,
-            template.block is BlockKind.HEAD,
-            forward and isinstance(each.work, Attention),
-            each.phase is Phase.RECOMPUTE,
-            again,
-            backward,
-            each is first,
-            exchanged,
-        )
-        for each, again, exchanged in zip(
-            template.instructions, _are_repeated(template), _wait_for_experts(template), strict=True
-        )
-    ]
-
-
-def _wait_for_experts(template: Template) -> list[bool]:
-    """Return for each instruction whether the kernel before it copies experts' rows that it needs from other ranks."""
-    found, before = list[bool](), ""
-    for each in template.instructions:
-        found.append((before, each.op) in EXCHANGED)
-        before = each.op if each.lane is Lane.COMPUTE else before
+    found: list[list[float]] = [[], [], [], [], [], [], []]
+    known = dict[tuple[int, bool, bool], list[list[float]]]()
+    for template in templates:
+        forward = template.block is BlockKind.LAYER and template.kind is TemplateKind.FORWARD
+        counted = _in_every_micro_batch(template)
+        key = id(template.instructions), forward, counted
+        if key not in known:
+            known[key] = _rows_of(template.instructions, pricer, forward=forward, counted=counted)
+        for column, more in zip(found, known[key], strict=True):
+            column.extend(more)
     return found
+
+
+def _rows_of(instructions: Sequence[Instruction], pricer: Pricer, *, forward: bool, counted: bool) -> list[list[float]]:
+    """Return the rows of one template; ``forward``: of a layer; ``counted``: in every micro-batch."""
+    count, operators = len(instructions), [each.op for each in instructions]
+    attends, again, begins, exchanged = ([0.0] * count for _ in range(4))
+    if forward:
+        attends = [float(isinstance(each.work, Attention)) for each in instructions]
+        last = max((place for place, op in enumerate(operators) if op in ACTIVATIONS), default=-1)
+        again = [float(place <= last and op in REPEATED) for place, op in enumerate(operators)]
+    kernels = [place for place, each in enumerate(instructions) if each.lane is Lane.COMPUTE]
+    if kernels:
+        begins[kernels[0]] = 1.0
+    for before, place in pairwise(kernels):
+        exchanged[place] = float((operators[before], operators[place]) in EXCHANGED)
+    return [
+        [float(each.lane) for each in instructions],
+        [pricer.seconds(each.work) for each in instructions] if counted else [0.0] * count,
+        attends,
+        [float(each.phase is Phase.RECOMPUTE) for each in instructions],
+        again,
+        begins,
+        exchanged,
+    ]
 
 
 def _is_layer_backward(template: Template) -> bool:
     backward = (TemplateKind.BACKWARD, TemplateKind.BACKWARD_RESIDENT)
     return template.block is BlockKind.LAYER and template.kind in backward
-
-
-def _are_repeated(template: Template) -> list[bool]:
-    """Return for each instruction whether ``Pass.repeated_s`` counts it."""
-    operators = [instruction.op for instruction in template.instructions]
-    if template.block is not BlockKind.LAYER or template.kind is not TemplateKind.FORWARD:
-        return [False] * len(operators)
-    last = max((place for place, op in enumerate(operators) if op in ACTIVATIONS), default=-1)
-    return [place <= last and op in REPEATED for place, op in enumerate(operators)]
 
 
 def _of_layers(program: Program, chosen: range, kinds: Sequence[int]) -> Ints:

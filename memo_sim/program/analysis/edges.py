@@ -43,10 +43,13 @@ class Edges:
 def derive_edges(columns: Columns | FoldedColumns) -> Edges:
     """Return the cross-lane edges of the program, without edges that others imply through lane order.
 
-    Buffers of one set of operands are in no other. So what an equal repetition adds is the same, further on.
+    Buffers of one part of the operands are in no other. So what an equal repetition adds is the same, further on.
     """
-    found = _in_repetitions(columns)
-    found += _memory_edges(columns.lane, _Uses.joined([_uses(each, _shared(each)) for each in columns.operands]))
+    shared = [_shared(each) for each in columns.operands]
+    found = _in_repetitions(columns, shared)
+    found += _memory_edges(
+        columns.lane, _Uses.joined([_uses(*each) for each in zip(columns.operands, shared, strict=True)])
+    )
     return _reduced(*_concatenated(found), columns.lane)
 
 
@@ -55,25 +58,29 @@ def edges_of_rows(columns: Columns | FoldedColumns) -> Edges:
 
     They hold for a part of a program, too, whose buffers have another birth and death in the whole.
     """
-    return _reduced(*_concatenated(_in_repetitions(columns)), columns.lane)
+    shared = [_shared(each) for each in columns.operands]
+    return _reduced(*_concatenated(_in_repetitions(columns, shared)), columns.lane)
 
 
-def _in_repetitions(columns: Columns | FoldedColumns) -> list[tuple[Ints, Ints]]:
+def _in_repetitions(columns: Columns | FoldedColumns, shared: list[Flags]) -> list[tuple[Ints, Ints]]:
     """Return the producers and consumers of what two lanes do to the same rows, in all repetitions."""
     found = list[tuple[Ints, Ints]]()
-    for operands in columns.operands:
-        edges = _conflicts(operands, _shared(operands))
-        if edges and len(operands.starts) > 1:  # what one repetition implies, each of them does
+    for operands, flags in zip(columns.operands, shared, strict=True):
+        edges = _conflicts(operands, flags)
+        if operands.once:
+            found += edges
+        elif edges:  # what one repetition implies, each of them does
             once = _reduced(*_concatenated(edges), operands.lane)
-            edges = [(once.producer, once.consumer)]
-        found += [(operands.instructions(producer), operands.instructions(consumer)) for producer, consumer in edges]
+            producer, consumer = operands.instructions(np.array([once.producer, once.consumer]))
+            found.append((producer, consumer))
     return found
 
 
 def _concatenated(edges: list[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
     """Return the producers and the consumers of all edges."""
     none = np.zeros(0, dtype=NUMBER)
-    return np.concatenate([none, *(p for p, _ in edges)]), np.concatenate([none, *(c for _, c in edges)])
+    producers, consumers = ([none, *each] for each in zip(*edges, strict=True)) if edges else ([none], [none])
+    return np.concatenate(producers, dtype=NUMBER), np.concatenate(consumers, dtype=NUMBER)
 
 
 def _conflicts(operands: Operands, shared: Flags) -> list[tuple[Ints, Ints]]:
@@ -111,26 +118,28 @@ def _conflicts_of(operands: Operands, shared: Flags) -> list[tuple[Ints, Ints]]:
 
 def _shared(operands: Operands) -> Flags:
     """Return a flag for each buffer of a repetition: whether several lanes touch it."""
-    touching = np.zeros(len(operands.bases), dtype=np.int64)
-    np.bitwise_or.at(touching, operands.buffer, 1 << operands.lane[operands.instruction].astype(np.int64))
-    found: Flags = (touching & (touching - 1)) > 0
+    lane, last = operands.lane[operands.instruction], np.empty(len(operands.bases), dtype=NUMBER)
+    last[operands.buffer] = lane
+    found = np.zeros(len(operands.bases), dtype=np.bool_)
+    found[operands.buffer[lane != last[operands.buffer]]] = True
     return found
 
 
 @dataclass(frozen=True)
 class _Uses:
-    """How dynamic buffers are used: by buffer its birth and death, and by lane of one that several lanes touch."""
+    """How dynamic buffers are used."""
 
     birth: Ints
     death: Ints
-    first: Ints
-    """A lane's first use of a buffer."""
-    last: Ints
-    last_reads: Flags
-    """Whether a lane's last use only reads."""
-    born: Ints
-    """Birth and death of that buffer."""
+    """By buffer: its first and its last user."""
+    late: Ints
+    """A lane's last use of a buffer that dies later, where it may still be under way then."""
     dead: Ints
+    """The death of that buffer."""
+    born: Ints
+    """The birth of a buffer on another lane than that of a first use."""
+    first: Ints
+    """That lane's first use of it."""
 
     @classmethod
     def joined(cls, uses: list[_Uses]) -> _Uses:
@@ -140,27 +149,20 @@ class _Uses:
 
 def _uses(operands: Operands, shared: Flags) -> _Uses:
     """Return how the dynamic buffers of all repetitions are used."""
-    birth = np.full(len(operands.bases), len(operands.lane), dtype=NUMBER)
-    death = np.full(len(operands.bases), -1, dtype=NUMBER)
-    np.minimum.at(birth, operands.buffer, operands.instruction)
-    np.maximum.at(death, operands.buffer, operands.instruction)
+    birth, death = operands.first_and_last
     used = operands.dynamic & (death >= 0)
     touches = np.flatnonzero((shared & operands.dynamic)[operands.buffer])
     buffer, instruction = operands.buffer[touches], operands.instruction[touches]
-    # Operands are in program order, so the first row of a buffer and a lane is that lane's first touch.
     place, order = sorted_with_places(buffer.astype(np.int64) * len(Lane) + operands.lane[instruction])
     begins = _begins(place)
-    firsts, lasts = order[begins], order[np.append(begins[1:], True)[: len(place)]]
-    every = operands.instructions
-    return _Uses(
-        birth=every(birth[used]),
-        death=every(death[used]),
-        first=every(instruction[firsts]),
-        last=every(instruction[lasts]),
-        last_reads=np.tile(operands.mode[touches][lasts] == Mode.READ, len(operands.starts)),
-        born=every(birth[buffer[lasts]]),
-        dead=every(death[buffer[lasts]]),
-    )
+    lasts = order[np.append(begins[1:], True)[: len(place)]]
+    first, last, of = instruction[order[begins]], instruction[lasts], buffer[lasts]
+    born, dead, lane = birth[of], death[of], operands.lane
+    # The last use may still be under way at the buffer's death if it is a read; the last user waits for writes.
+    late = (lane[last] != Lane.COMPUTE) & (last < dead) & (operands.mode[touches][lasts] == Mode.READ)
+    apart = lane[born] != lane[first]
+    pairs = ((birth[used], death[used]), (last[late], dead[late]), (born[apart], first[apart]))
+    return _Uses(*(each for pair in pairs for each in operands.instructions(np.array(pair))))
 
 
 def _memory_edges(lanes: Ints, uses: _Uses) -> list[tuple[Ints, Ints]]:
@@ -169,19 +171,16 @@ def _memory_edges(lanes: Ints, uses: _Uses) -> list[tuple[Ints, Ints]]:
     kernels = np.flatnonzero(lanes == Lane.COMPUTE)
     early = births[lanes[births] != Lane.COMPUTE]
     before = np.searchsorted(kernels, early) - 1
-    edges = [(kernels[before[before >= 0]], early[before >= 0])]
-    late = deaths[lanes[deaths] != Lane.COMPUTE]
-    # A lane's last use may still be under way at the buffer's death if it is a read; the last user waits for writes.
-    under_way = (lanes[uses.last] != Lane.COMPUTE) & (uses.last < uses.dead) & uses.last_reads
-    late, dead = (np.concatenate((late, more)) for more in (uses.last[under_way], uses.dead[under_way]))
+    edges = [(uses.born, uses.first), (kernels[before[before >= 0]], early[before >= 0])]
+    ends = deaths[lanes[deaths] != Lane.COMPUTE]
+    late, dead = np.concatenate((ends, uses.late)), np.concatenate((ends, uses.dead))
     for lane in _distinct(lanes[births]):
         here = births[lanes[births] == lane]
         elsewhere = lanes[late] != lane
         after = np.searchsorted(here, dead[elsewhere], side="right")
         found = after < len(here)
         edges.append((late[elsewhere][found], here[after[found]]))
-    other = lanes[uses.born] != lanes[uses.first]
-    return [*edges, (uses.born[other], uses.first[other])]
+    return edges
 
 
 def _segments(operands: Operands, shared: Flags) -> tuple[Ints, Ints, Ints]:
@@ -201,8 +200,8 @@ def _segments(operands: Operands, shared: Flags) -> tuple[Ints, Ints, Ints]:
     span = int(end[some].max(initial=0)) + 1
     base = buffer[some].astype(np.int64) * span
     begins, ends = base + first[some], base + end[some]
-    cuts = np.sort(np.concatenate((begins, ends)))
-    cuts = cuts[_begins(cuts)]  # faster than np.unique, which hashes
+    chosen = _examples(begins, ends)
+    cuts = np.unique(np.concatenate((begins[chosen], ends[chosen])))
     low = np.searchsorted(cuts, begins)
     pieces = np.searchsorted(cuts, ends) - low
     source = np.repeat(np.arange(len(some), dtype=np.int64), pieces)
@@ -211,21 +210,46 @@ def _segments(operands: Operands, shared: Flags) -> tuple[Ints, Ints, Ints]:
     source = np.concatenate((other, some[source]))
     segment, order = sorted_with_places(segment)
     source = source[order]
-    return segment, instruction[source], mode[source]
+    instruction, mode = instruction[source], mode[source]
+    # What one lane does to a segment several times on end: its first and last time imply all orders.
+    doing = operands.lane[instruction] << int(Mode.ACCUMULATE).bit_length()
+    doing |= mode
+    first_time = _begins(segment) | _begins(doing)
+    kept = first_time | np.append(first_time[1:], True)[: len(first_time)]
+    return segment[kept], instruction[kept], mode[kept]
+
+
+def _examples(begins: Ints, ends: Ints) -> Flags:
+    """Choose at least one of all equal pairs, and few of them; to sort thousands of equal pairs would take longer."""
+    hashed = (begins ^ (begins >> 16) ^ (ends << 5)) & 0xFFFF
+    last = np.empty(1 << 16, dtype=NUMBER)
+    last[hashed] = np.arange(len(hashed), dtype=NUMBER)
+    example = last[hashed]
+    chosen: Flags = (begins[example] != begins) | (ends[example] != ends)
+    chosen[example] = True
+    return chosen
 
 
 def sorted_with_places(numbers: Ints) -> tuple[Ints, Ints]:
-    """Return small numbers in increasing order, and their places; equal ones stay in order.
+    """Return numbers in increasing order, and their places; equal ones stay in order. None may be negative."""
+    places = _places(numbers)
+    return numbers[places], places
 
-    It sorts (number, place) packed in 64 bits, which is several times faster than a stable ``argsort``.
+
+def _places(numbers: Ints, places: Ints | None = None) -> Ints:
+    """Return the places of numbers in increasing order; equal ones stay in the order of ``places``, or of ``numbers``.
+
+    It sorts 16 bits after 16 bits, because NumPy sorts numbers of 16 bits by counting: several times faster.
     """
-    bits = len(numbers).bit_length()
-    packed = np.left_shift(numbers, bits, dtype=np.int64)
-    packed |= np.arange(len(numbers), dtype=NUMBER)
-    packed.sort()
-    places = (packed & ((1 << bits) - 1)).astype(NUMBER)
-    packed >>= bits
-    return packed.astype(numbers.dtype, copy=False), places
+    most = int(numbers.max(initial=0))
+    for shift in range(0, max(most.bit_length(), 1), 16):
+        digit = (numbers >> shift).astype(np.uint16) if most >> 16 else numbers.astype(np.uint16)
+        if places is None:
+            places = np.argsort(digit, kind="stable").astype(NUMBER)
+        else:
+            places = places[np.argsort(digit[places], kind="stable")]
+    assert places is not None
+    return places
 
 
 def _begins(numbers: Ints) -> Flags:
@@ -249,34 +273,23 @@ def _last_before(flags: np.ndarray, row: Ints, group_start: Ints) -> Ints:
 
 def _reduced(producer: Ints, consumer: Ints, lane: Ints) -> Edges:
     """Drop edges that lane order and another edge between the same two lanes imply."""
-    kept_producers, kept_consumers = [], []
+    if not len(producer):
+        return Edges(producer, consumer)
     pair = lane[producer] * len(Lane)
     pair += lane[consumer]
-    for value in _distinct(pair):
-        chosen = pair == value
-        p, c = _by_consumer(producer[chosen], consumer[chosen], len(lane))
-        best = np.maximum.accumulate(p)
-        begins = _begins(c)
-        last_of_consumer = np.append(begins[1:], True)
-        # Keep each consumer's latest producer, and only if it is later than those that earlier consumers waited for.
-        first_row = np.maximum.accumulate(np.where(begins, np.arange(len(c), dtype=NUMBER), 0))
-        before = np.where(first_row > 0, best[np.maximum(first_row - 1, 0)], -1)
-        keep = last_of_consumer & (best > before)
-        kept_producers.append(best[keep])
-        kept_consumers.append(c[keep])
-    if not kept_producers:
-        empty = np.zeros(0, dtype=NUMBER)
-        return Edges(empty, empty)
-    p, c = np.concatenate(kept_producers), np.concatenate(kept_consumers)
-    return Edges(*_by_consumer(p, c, len(lane)))
-
-
-def _by_consumer(producer: Ints, consumer: Ints, count: int) -> tuple[Ints, Ints]:
-    """Return edges between ``count`` instructions in the order of consumers, then of producers."""
-    bits = count.bit_length()
-    packed = np.left_shift(consumer, bits, dtype=np.int64)
-    packed |= producer
-    packed.sort()
-    producers = (packed & ((1 << bits) - 1)).astype(NUMBER)
-    packed >>= bits
-    return producers, packed.astype(NUMBER)
+    # By consumer, the latest producer of each pair of lanes: best of the rows of a pair so far.
+    order = _places(pair, _places(consumer))
+    pair, consumer, producer = pair[order], consumer[order], producer[order]
+    other_pair = _begins(pair)
+    base = np.cumsum(other_pair, dtype=np.int64)
+    base *= len(lane)
+    best = np.maximum.accumulate(base + producer)
+    firsts = np.flatnonzero(other_pair | _begins(consumer))
+    best = best[np.append(firsts[1:], len(best)) - 1]
+    # Keep each consumer's latest producer, and only if it is later than those that earlier consumers waited for.
+    keep = best > np.append(-1, best[:-1])
+    keep |= other_pair[firsts]
+    firsts = firsts[keep]
+    producer, consumer = (best[keep] - base[firsts]).astype(NUMBER), consumer[firsts]
+    order = _places(consumer, _places(producer))
+    return Edges(producer[order], consumer[order])

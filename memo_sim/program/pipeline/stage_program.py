@@ -13,7 +13,7 @@ from memo_sim.program.ir.program import Program
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.stage import Stage
 from memo_sim.program.layout.swap_schedule import Key, buffer_slots
-from memo_sim.program.pipeline.order_cache import Placed, cached_orders, order_key
+from memo_sim.program.pipeline.order_cache import Placed, cached_order, order_key
 from memo_sim.program.pipeline.stage_families import StageFamilies
 from memo_sim.program.pipeline.stage_order import StageOrder, layer_passes
 from memo_sim.program.pipeline.stage_parts import StageParts, parts_of
@@ -43,25 +43,22 @@ def stage_program(
 
 
 def stage_templates(
-    decisions: Decisions, shape: Shape, stage: Stage, micro_batches: int, *, made: Made
+    decisions: Decisions, shape: Shape, stage: Stage, micro_batches: int, *, made: Made, with_end: bool = True
 ) -> tuple[tuple[Family, ...], tuple[Template, ...]]:
     """Return the families and templates of ``stage_program`` alone; its instances take most of its time."""
-    families, templates, _ = written(parts_of(decisions, shape, stage, micro_batches, made))
+    families, templates, _ = written(parts_of(decisions, shape, stage, micro_batches, made, with_end=with_end))
     return tuple(families.all.values()), tuple(templates.all)
 
 
 def _placed(parts: StageParts, families: StageFamilies, templates: StageTemplates, slots: dict[Key, int]) -> Placed:
     """Return the order of the stage; plans with another number of swapped tokens may share it."""
-    known = cached_orders(parts)
-    key = order_key(parts, list(families.all.values()), templates.all, rounding=bool(slots))
-    if known is not None and key in known:
-        return known[key]
-    order = StageOrder(parts, templates, slots)
-    order.place()
-    placed = tuple(order.instances), tuple(order.first_instances)
-    if known is not None:
-        known[key] = placed
-    return placed
+
+    def place() -> Placed:
+        order = StageOrder(parts, templates, slots)
+        order.place()
+        return order.instances, tuple(order.first_instances)
+
+    return cached_order(parts, order_key(parts, families.all, templates.all, rounding=bool(slots)), place)
 
 
 def written(parts: StageParts) -> tuple[StageFamilies, StageTemplates, dict[Key, int]]:

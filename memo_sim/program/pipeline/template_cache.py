@@ -26,7 +26,38 @@ MOST_INSTRUCTIONS = 128 * 1024
 The least recently used plan is dropped first. Templates of the plan that is lowered now are counted at the next plan.
 """
 _Ranks = tuple[int, int, int]
-_kept: OrderedDict[tuple[Decisions, _Ranks], Made] = OrderedDict()
+
+
+class _Kept:
+    """The templates that are kept, by plan and ranks."""
+
+    def __init__(self) -> None:
+        self._plans: OrderedDict[tuple[Decisions, _Ranks], Made] = OrderedDict()
+        self._counted: dict[tuple[Decisions, _Ranks], int] = {}
+        """Instructions of the templates of every plan; those of the last one may grow until the next plan."""
+        self._instructions = 0
+
+    def of(self, key: tuple[Decisions, _Ranks]) -> Made:
+        if self._plans:
+            last = next(reversed(self._plans))
+            count = sum(len(template.instructions) for template, _ in self._plans[last].values())
+            self._instructions += count - self._counted.get(last, 0)
+            self._counted[last] = count
+        made = self._plans.setdefault(key, {})
+        self._plans.move_to_end(key)
+        while len(self._plans) > 1 and self._instructions > MOST_INSTRUCTIONS:
+            dropped, _ = self._plans.popitem(last=False)
+            self._instructions -= self._counted.pop(dropped, 0)
+        return made
+
+    def forget(self) -> None:
+        """Drop all."""
+        self._plans.clear()
+        self._counted.clear()
+        self._instructions = 0
+
+
+_kept = _Kept()
 
 
 def cached_templates(decisions: Decisions, shape: Shape) -> Made:
@@ -37,22 +68,12 @@ def cached_templates(decisions: Decisions, shape: Shape) -> Made:
     """
     if decisions.layout.subsequences == 1 and decisions.layout.metp == 1:
         return {}
-    key = seen_by_layers(decisions), (shape.cp_rank, shape.ulysses_rank, shape.tp_rank)
-    made = _kept.setdefault(key, {})
-    _kept.move_to_end(key)
-    while len(_kept) > 1 and sum(map(_instructions, _kept.values())) > MOST_INSTRUCTIONS:
-        _kept.popitem(last=False)
-    return made
-
-
-def _instructions(made: Made) -> int:
-    """Return the number of instructions of a plan's cached templates."""
-    return sum(len(template.instructions) for template, _ in made.values())
+    return _kept.of((seen_by_layers(decisions), (shape.cp_rank, shape.ulysses_rank, shape.tp_rank)))
 
 
 def forget() -> None:
     """Empty the cache."""
-    _kept.clear()
+    _kept.forget()
 
 
 def seen_by_layers(decisions: Decisions) -> Decisions:
