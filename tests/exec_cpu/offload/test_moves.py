@@ -120,6 +120,17 @@ def test_restored_bytes_serve_a_second_backward() -> None:
     assert context.statistics.restored_tensors == restored > 0
 
 
+def test_new_data_of_a_parameter_means_what_it_means_to_autograd() -> None:
+    def gradient(context: Any) -> Tensor:
+        weight, x = torch.nn.Parameter(torch.ones(4, 4)), torch.ones(2, 4, requires_grad=True)
+        with context:
+            loss = (x @ weight).sum()
+        weight.data = torch.full((4, 4), 3.0)
+        return torch.autograd.grad(loss, x)[0]
+
+    assert torch.equal(gradient(offload_activations(device="cpu")), gradient(nullcontext()))
+
+
 def test_a_graph_without_backward_frees_its_bytes() -> None:
     forward, _ = make("mlp")
     context = offload_activations(device="cpu", min_offload_size=1024)
