@@ -42,16 +42,13 @@ HUGE_PAGE_BYTES = 2**21
 
 def mapping(size: int) -> Tensor:
     """Return zeroed memory on fresh pages of its own, so that pinning it pins no other data; on huge pages if any."""
-    return torch.frombuffer(own_pages(size), dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
-
-
-def own_pages(size: int) -> mmap.mmap:
-    """Return ``size`` > 0 zeroed bytes on fresh pages, huge where the system has them; they return to it when freed."""
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a system that was built without huge pages refuses the advice
             pages.madvise(mmap.MADV_HUGEPAGE)
-    return pages
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def pin(memory: Tensor) -> None:

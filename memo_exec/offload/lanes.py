@@ -15,8 +15,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from memo_exec.offload.own_pages import OwnPages
-
 
 class Mark(Protocol):
     """A point on a lane."""
@@ -88,13 +86,6 @@ class HostLanes:
     def restore(self, into: Tensor, source: Tensor, after: Sequence[Mark]) -> Mark:
         """Copy on the H2D thread; the task holds both tensors until it has run."""
         return _submit(self._h2d, into, source, after)
-
-    def move(self, into: Tensor, pages: OwnPages, after: Sequence[Mark]) -> Mark:
-        """Copy bytes back on the H2D thread, and return their pages to the system as they are read."""
-        if self._h2d is None:
-            _move(into, pages, after)
-            return PASSED
-        return self._h2d.run(partial(_move, into, pages, after), into.nbytes, after)
 
     def wait(self, mark: Mark, stream: object) -> None:
         """Block until the copy has run.
@@ -265,10 +256,3 @@ def _copy(into: Tensor, source: Tensor, after: Sequence[Mark]) -> None:
         mark.join()
     with torch.no_grad():
         into.copy_(source)
-
-
-def _move(into: Tensor, pages: OwnPages, after: Sequence[Mark]) -> None:
-    for mark in after:
-        mark.join()
-    with torch.no_grad():
-        pages.move(into)

@@ -6,8 +6,11 @@ order differs from ``Swap``'s, and a step takes no more memory than one that kee
     forward     a tensor is copied when it leaves the stash of the last ``forward`` saved ones, and stays there while
                 anything else holds its storage. One copy is in flight at a time; its thread alone holds the original.
                 Parts of a storage that cover most of it (Q, K and V) are copied together, with what is between them.
-    backward    what is in the stash is used in place. A restored block is moved: pages of the copy return to the
-                system as they are read (``own_pages.py``), and the block holds the restored bytes until it dies.
+    backward    what is in the stash is used in place, and so are the copies: they are where backward can read them.
+                Their pages return to the system when the block dies.
+
+Copies lie on pages of their own. In the C library's heap, long-lived copies between the short-lived tensors of a step
+would leave holes, which are as large as the copies themselves.
 """
 
 from __future__ import annotations
@@ -19,11 +22,11 @@ import torch
 from torch import Tensor
 
 from memo_exec.memory.heap import return_freed
+from memo_exec.memory.pinned import mapping
 from memo_exec.offload.block import Block, Original
-from memo_exec.offload.checks import poison, total
+from memo_exec.offload.checks import total
 from memo_exec.offload.host import HostMemory, HostRange
 from memo_exec.offload.lanes import PASSED, HostLanes, Mark
-from memo_exec.offload.own_pages import OwnPages
 from memo_exec.offload.statistics import OffloadStatistics
 from memo_exec.offload.swap import Swap
 from memo_exec.offload.view import View, bytes_of
@@ -57,8 +60,8 @@ class Moved(Block):
 
     def __init__(self, original: Original, first: int | None, source: Tensor, freed: deque[int]) -> None:
         super().__init__(original, first, source, NOWHERE, deque())
-        self.pages: OwnPages | None = None
-        """The bytes on the host, from the begin of their copy until they are moved back."""
+        self.pages: Tensor | None = None
+        """The bytes on the host, from the begin of their copy."""
         self._freed = freed
 
     def free_but_for(self, own: Counter[int]) -> bool:
@@ -88,7 +91,7 @@ class Moves(Swap):
         self._host_bytes = 0
         self._freed: deque[int] = deque()
         self._freed_bytes = 0
-        """Bytes that were moved since the heap's free memory went back to the system."""
+        """Bytes that were copied since the heap's free memory went back to the system."""
 
     def _lanes_of(self, device: torch.device) -> HostLanes:
         del device
@@ -142,8 +145,8 @@ class Moves(Swap):
         self._own.wait(earlier, None)
         self._freed_bytes += block.size_bytes
         self._return_freed(MOST_FREED_BYTES)
-        block.pages = pages = OwnPages(block.size_bytes)
-        into = pages.memory.view(source.dtype).view(source.shape)
+        block.pages = pages = mapping(block.size_bytes)
+        into = pages.view(source.dtype).view(source.shape)
         block.source = None  # the copy holds it until it has run
         block.copied = self._in_flight = self._own.offload(into, source, [])
         self._host_bytes += block.size_bytes
@@ -152,24 +155,17 @@ class Moves(Swap):
         self._statistics.host_peak_bytes = max(self._statistics.host_peak_bytes, self._host_bytes)
 
     def _restore(self, block: Block, lanes: object) -> Tensor:
-        """Return a block's bytes, which stay where they are from now on; their move may still be in flight."""
+        """Return a block's bytes where they are; their copy may still be in flight."""
         del lanes
         assert isinstance(block, Moved)
         if block.restored is not None:
             return block.restored
         if block.pages is None:
             raise RuntimeError("the storage of a saved tensor was emptied after the save and not filled again")
-        restored = OwnPages(block.size_bytes).memory
-        if self._debug:
-            poison(restored)
-        block.restored = restored
-        block.fetched = self._own.move(restored, block.pages, [block.copied])
-        block.pages = None  # the move holds them until it has run
-        self._host_bytes -= block.size_bytes
-        self._freed_bytes += block.size_bytes
+        block.restored, block.fetched = block.pages, block.copied
         self._statistics.restored_tensors += 1
         self._statistics.restored_bytes += block.size_bytes
-        return restored
+        return block.pages
 
     def end_forward(self) -> None:
         """Return what the forward pass has freed to the system, as backward needs the most memory of a step."""
@@ -177,9 +173,8 @@ class Moves(Swap):
         self._return_freed(1)
 
     def settle(self) -> None:
-        """Between passes, return what backward has freed to the system."""
+        """Between passes, count what has died; what backward has freed in the heap serves the next forward pass."""
         self.collect()
-        self._return_freed(1)
 
     def _return_freed(self, least_bytes: int) -> None:
         """Return what is free in the heap to the system if at least so many bytes have been moved since."""

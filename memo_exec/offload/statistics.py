@@ -31,9 +31,9 @@ class OffloadStatistics:
     offloaded_bytes: int = 0
     """Bytes copied on the D2H lane."""
     restored_tensors: int = 0
-    """Number of copies back to the device."""
+    """Number of copies back to the device; on a CPU without a slab, of copies that backward has used where they are."""
     restored_bytes: int = 0
-    """Bytes copied on the H2D lane, including prefetches that were never used."""
+    """Bytes of these, including prefetches that were never used."""
     shared_tensors: int = 0
     """Saved tensors that needed no copy: views of bytes already offloaded."""
     reused_tensors: int = 0

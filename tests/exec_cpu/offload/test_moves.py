@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from memo_exec import offload_activations
+from memo_exec.memory.pinned import mapping
 from memo_exec.offload import lanes as lanes_module
 from memo_exec.offload import moves as moves_module
-from memo_exec.offload import own_pages
 from memo_exec.offload.context import OffloadActivations, keep_activations
-from memo_exec.offload.own_pages import OwnPages
 from tests.exec_cpu.offload.test_offload_activations import LiveBytes, equal, gradients, make
 
 LINUX_ONLY = pytest.mark.skipif(sys.platform != "linux", reason="pages return to the system by madvise")
@@ -47,13 +46,12 @@ def test_no_step_takes_more_bytes(name: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(lanes_module, "INLINE_BYTES", 2**40)
     largest = 0
 
-    class Counted(OwnPages):
-        def __init__(self, size_bytes: int) -> None:
-            nonlocal largest
-            largest = max(largest, size_bytes)
-            super().__init__(size_bytes)
+    def counted(size_bytes: int) -> Tensor:
+        nonlocal largest
+        largest = max(largest, size_bytes)
+        return mapping(size_bytes)
 
-    monkeypatch.setattr(moves_module, "OwnPages", Counted)
+    monkeypatch.setattr(moves_module, "mapping", counted)
 
     def step(context: Any) -> tuple[int, int, int]:
         with LiveBytes({}) as live:  # counts the model and its input too
@@ -122,6 +120,17 @@ def test_restored_bytes_serve_a_second_backward() -> None:
     assert context.statistics.restored_tensors == restored > 0
 
 
+def test_new_data_of_a_parameter_means_what_it_means_to_autograd() -> None:
+    def gradient(context: Any) -> Tensor:
+        weight, x = torch.nn.Parameter(torch.ones(4, 4)), torch.ones(2, 4, requires_grad=True)
+        with context:
+            loss = (x @ weight).sum()
+        weight.data = torch.full((4, 4), 3.0)
+        return torch.autograd.grad(loss, x)[0]
+
+    assert torch.equal(gradient(offload_activations(device="cpu")), gradient(nullcontext()))
+
+
 def test_a_graph_without_backward_frees_its_bytes() -> None:
     forward, _ = make("mlp")
     context = offload_activations(device="cpu", min_offload_size=1024)
@@ -164,26 +173,17 @@ def test_a_storage_that_is_empty_when_its_turn_comes(filled: bool) -> None:
 
 
 @LINUX_ONLY
-def test_pages_return_to_the_system_while_they_move() -> None:
-    size = 16 * own_pages.PIECE_BYTES
-    pages, into = OwnPages(size), OwnPages(size).memory
-    pages.memory.fill_(7)
-    before, most = _resident_bytes(), 0
-
-    class Watched:
-        def __getitem__(self, place: slice) -> "Watched":
-            self.place = place
-            return self
-
-        def copy_(self, piece: Tensor) -> None:
-            nonlocal most
-            into[self.place].copy_(piece)
-            most = max(most, _resident_bytes())
-
-    pages.move(Watched())  # type: ignore[arg-type]
-    assert most - before <= 2 * own_pages.PIECE_BYTES  # a huge page may reach beyond the piece
-    assert bool((into == 7).all())
-    assert not bool(pages.memory.any())
+def test_the_pages_of_a_copy_return_to_the_system_when_backward_has_used_it() -> None:
+    weight = torch.randn(2**24, requires_grad=True)  # 64 MiB, as each copy
+    context = offload_activations(device="cpu", max_fwd_stash_size=1)
+    with context:
+        loss = sum(((weight * n).square().sum() for n in range(1, 4)), torch.zeros(()))
+    context.synchronize()
+    before = _resident_bytes()
+    (found,) = torch.autograd.grad(loss, weight)
+    assert context.statistics.restored_tensors == 3
+    assert _resident_bytes() - before < 2**26 - 2**27  # one gradient more, three copies less
+    del found
 
 
 def _resident_bytes() -> int:
