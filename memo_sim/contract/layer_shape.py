@@ -51,3 +51,12 @@ def distinct_layers(
 ) -> tuple[LayerShape, ...]:
     """Return the distinct shapes of layers; a search asks for them hundreds of thousands of times."""
     return tuple(dict.fromkeys(every_layer(pattern, layers, ffn_hidden, experts, window)))
+
+
+@lru_cache(maxsize=1024)
+def kinds_of_layers(
+    pattern: tuple[LayerRun, ...], layers: int, ffn_hidden: int, experts: Experts | None, window: int
+) -> tuple[int, ...]:
+    """Return for every layer the number of its shape among the distinct ones."""
+    kinds = {shape: kind for kind, shape in enumerate(distinct_layers(pattern, layers, ffn_hidden, experts, window))}
+    return tuple(kinds[shape] for shape in every_layer(pattern, layers, ffn_hidden, experts, window))

@@ -12,7 +12,14 @@ import msgspec
 from memo_sim.contract.attended_pairs import pairs_in_window
 from memo_sim.contract.experts import Experts
 from memo_sim.contract.latent_attention import LatentAttention
-from memo_sim.contract.layer_shape import MOST_LAYER_KINDS, LayerRun, LayerShape, distinct_layers, every_layer
+from memo_sim.contract.layer_shape import (
+    MOST_LAYER_KINDS,
+    LayerRun,
+    LayerShape,
+    distinct_layers,
+    every_layer,
+    kinds_of_layers,
+)
 from memo_sim.contract.rope_scaling import RopeScaling
 from memo_sim.contract.units import MOST_TOKENS, Layers, NonNegative, Rate, Width
 
@@ -150,8 +157,7 @@ class Model(
     @property
     def layer_kinds(self) -> tuple[int, ...]:
         """For every layer, the index of its shape in ``layer_shapes``."""
-        index = {shape: number for number, shape in enumerate(self.layer_shapes)}
-        return tuple(index[shape] for shape in self._every_layer)
+        return kinds_of_layers(self.layer_pattern, self.layers, self.ffn_hidden, self.experts, self.window)
 
     @property
     def _every_layer(self) -> tuple[LayerShape, ...]:
