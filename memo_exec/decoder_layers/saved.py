@@ -12,8 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from memo_exec.decoder_layers.bytes_report import LayerBytes
 from memo_exec.decoder_layers.layer_swap import CountedSwap, LayerBlocks, LayerSwap
 from memo_exec.decoder_layers.policy import Fate
-from memo_exec.offload.block import Block, Kept, Original
-from memo_exec.offload.version import Version
+from memo_exec.offload.block import Block, Original
+from memo_exec.offload.version import Kept, Version
 from memo_exec.offload.view import View
 
 MIN_SWAPPED_BYTES = 1024
@@ -94,7 +94,7 @@ class SavedTensors:
         if not self.is_held(tensor) and (key := _storage_key(tensor)) is not None:
             self.bytes.kept_bytes += self._storage_bytes(tensor)
             self._kept.add(key)
-        return Kept(Version(tensor, holding=True))
+        return Kept(tensor)
 
     def swapped(self, tensor: Tensor) -> Packed:
         """Swap a tensor to the host, once for all views of the same bytes."""
@@ -120,9 +120,9 @@ class SavedTensors:
     def unpack(self, packed: Packed) -> Tensor:
         """Return a tensor that was kept or swapped."""
         assert isinstance(packed, Kept | Swapped)
-        packed.version.check()
         if isinstance(packed, Kept):
-            return packed.version.alias
+            return packed.tensor()
+        packed.version.check()
         restored = self._swap.restored(packed.layer, packed.block)
         return packed.inside.over(restored.untyped_storage())
 

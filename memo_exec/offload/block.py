@@ -51,7 +51,7 @@ class Original:
         self._bytes = storage.nbytes()
         self.address: int = storage._cdata
         """Where torch keeps the storage; tensors of one storage have the same."""
-        self.version = Version(tensor, holding=False)
+        self.version = Version(tensor)
 
     def storage(self) -> torch.UntypedStorage | None:
         """Return the storage if it is still alive and still has its bytes, else None."""
@@ -147,16 +147,6 @@ class Saved:
         """Geometry of the tensor in the original storage."""
         self.inside = inside
         """Geometry of the tensor in the block's bytes."""
-
-
-@dataclass(frozen=True, slots=True, weakref_slot=True)
-class Kept:
-    """The object that autograd holds for a tensor that stays on the device.
-
-    It holds an alias, because a reference to the tensor itself would form a cycle.
-    """
-
-    version: Version
 
 
 @dataclass(frozen=True, slots=True)

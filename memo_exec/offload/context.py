@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from memo_exec.offload.block import Block, Kept, Original, Saved, Wrapped
+from memo_exec.offload.block import Block, Original, Saved, Wrapped
 from memo_exec.offload.eligible import Eligible
 from memo_exec.offload.host import HostMemory
 from memo_exec.offload.moves import Moves
 from memo_exec.offload.statistics import OffloadStatistics, Why
 from memo_exec.offload.swap import Swap
-from memo_exec.offload.version import Version
+from memo_exec.offload.version import Kept
 from memo_exec.offload.view import View
 from memo_sim.contract.errors import CannotRun, UsageError
 
@@ -152,9 +152,10 @@ class OffloadActivations:
         with self._lock:
             return self._packed(tensor)
 
-    @torch.no_grad()
     def _unpack(self, packed: Packed) -> Tensor:
-        with self._lock:
+        if type(packed) is Kept:
+            return packed.tensor()  # most are small, and need neither of these
+        with torch.no_grad(), self._lock:
             return self._unpacked(packed)
 
     def _packed(self, tensor: Tensor) -> Packed:
@@ -169,7 +170,7 @@ class OffloadActivations:
 
     def _keep(self, tensor: Tensor, why: Why) -> Kept:
         self.statistics.kept_bytes[why] += 0 if why is Why.KIND else tensor.nbytes
-        return Kept(Version(tensor, holding=True))
+        return Kept(tensor)
 
     def _offloaded(self, tensor: Tensor) -> Packed:
         view, storage = View.of(tensor), tensor.untyped_storage()
@@ -215,9 +216,9 @@ class OffloadActivations:
             kind: Any = packed.kind
             found: Tensor = kind.__tensor_unflatten__(inner, packed.context, packed.size, packed.stride)
             return found
-        packed.version.check()
         if isinstance(packed, Kept):
-            return packed.version.alias
+            return packed.tensor()
+        packed.version.check()
         storage, view = self._swap.storage_for(packed)
         return view.over(storage)
 
@@ -229,12 +230,7 @@ class keep_activations(saved_tensors_hooks):  # noqa: N801 - reads as a statemen
     """
 
     def __init__(self) -> None:
-        super().__init__(lambda tensor: Kept(Version(tensor, holding=True)), _kept)
-
-
-def _kept(packed: Kept) -> Tensor:
-    packed.version.check()
-    return packed.version.alias
+        super().__init__(Kept, Kept.tensor)
 
 
 def _device(device: torch.device | str | None) -> torch.device:

@@ -18,6 +18,8 @@ class Eligible:
         self._min_bytes = min_bytes
         self._model = model
         self._held: set[int] = set()
+        self._known: dict[torch.device, bool] = {}
+        """Whether tensors of a device may be offloaded; to ask a device for its type takes longer than to look here."""
 
     def look_again(self) -> None:
         """Record the storages of the model's parameters and buffers again; optimizers and FSDP may replace them."""
@@ -35,20 +37,33 @@ class Eligible:
             return Why.KIND
         if not self._is_ours(tensor.device):
             return Why.DEVICE
-        if min(tensor.nbytes, tensor.untyped_storage().nbytes()) < max(1, self._min_bytes):
+        least = max(1, self._min_bytes)
+        if tensor.nbytes < least or tensor.untyped_storage().nbytes() < least:
             return Why.SMALL
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             return Why.CAPTURED
         return None
 
     def _is_held(self, tensor: Tensor) -> bool:
-        root = tensor if tensor._base is None else tensor._base
-        if isinstance(root, (nn.Parameter, nn.Buffer)):
+        root = tensor._base
+        if root is None:
+            root = tensor
+        kind = type(root)
+        # A buffer that is registered as such is a plain tensor with a mark. ``isinstance`` asks for marks in Python
+        # code of torch, which takes longer than all else here.
+        if kind is nn.Parameter or (kind is Tensor and getattr(root, "_is_buffer", False)):
             return True
-        return type(tensor) is Tensor and _is_plain(tensor) and tensor.untyped_storage()._cdata in self._held
+        if kind is not Tensor and isinstance(root, (nn.Parameter, nn.Buffer)):
+            return True
+        held = self._held
+        return bool(held) and type(tensor) is Tensor and _is_plain(tensor) and tensor.untyped_storage()._cdata in held
 
     def _is_ours(self, device: torch.device) -> bool:
-        return device.type == self._device.type and self._device.index in (None, device.index)
+        ours = self._known.get(device)
+        if ours is None:
+            own = self._device
+            ours = self._known[device] = device.type == own.type and own.index in (None, device.index)
+        return ours
 
 
 def _is_plain(tensor: Tensor) -> bool:

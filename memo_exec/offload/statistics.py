@@ -10,6 +10,8 @@ from enum import StrEnum
 class Why(StrEnum):
     """The reason why a saved tensor stayed on the device."""
 
+    __hash__ = str.__hash__  # an enum's own is Python code, and every saved tensor is counted
+
     DEVICE = "on another device"
     KIND = "not a plain strided tensor"
     PARAMETER = "parameter or buffer"

@@ -10,19 +10,18 @@ from torch import Tensor
 
 
 class Version:
-    """The version of a tensor at the time it was saved.
-
-    ``alias`` is the tensor detached from the graph; if ``holding`` is false, it has no data.
-    """
+    """The version of a tensor at the time it was saved; ``alias`` has its counter, and no data."""
 
     __slots__ = ("_shape", "alias", "number")
 
-    def __init__(self, tensor: Tensor, *, holding: bool) -> None:
+    def __init__(self, tensor: Tensor) -> None:
+        self._remember(tensor, tensor.detach())
+        self.alias.data = tensor.new_empty(0)
+
+    def _remember(self, tensor: Tensor, alias: Tensor) -> None:
         self.number = -1 if tensor.is_inference() else tensor._version
-        self._shape = tuple(tensor.shape)
-        self.alias = tensor.detach()
-        if not holding:
-            self.alias.data = tensor.new_empty(0)
+        self._shape = tensor.shape
+        self.alias = alias
 
     @property
     def unchanged(self) -> bool:
@@ -41,3 +40,25 @@ class Version:
                 f"{self.alias.dtype} {list(self._shape)} was saved at version {self.number} "
                 f"and is at version {self.alias._version}"
             )
+
+
+class Kept(Version):
+    """The object that autograd holds for a tensor that stays on the device.
+
+    Its alias is the tensor detached from the graph, because a reference to the tensor itself would form a cycle. A leaf
+    is its own alias: it holds no graph. Autograd itself keeps leaves, so new ``data`` of a parameter means the same.
+    """
+
+    __slots__ = ("__weakref__",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._remember(tensor, tensor if tensor.is_leaf else tensor.detach())
+
+    def tensor(self) -> Tensor:
+        """Return the tensor.
+
+        Raises:
+            RuntimeError: if something has written to it since it was saved.
+        """
+        self.check()
+        return self.alias

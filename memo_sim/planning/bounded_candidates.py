@@ -54,8 +54,14 @@ class BoundedLayout:
     """A layout whose candidates are not made."""
 
     layout: Layout
+    least_key: Key
+    """No outcome of the layout ranks before this key."""
     with_waits: bool = False
-    """Whether its least key counts collectives and waits; it gets no higher."""
+    """Whether the key counts collectives and waits; it gets no higher."""
+
+    def next_name(self, _: float) -> Hashable:
+        """Return the name of the next bounds; empty where there are none."""
+        return "" if self.with_waits else "waits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +80,13 @@ class Bounded:
         return LEAST if self.bound is None else _least_key(self.bound, self.shortfall_bytes)
 
     def next_name(self, limit_s: float) -> Hashable:
-        """Return the name of the next bounds, with what they depend on beside the candidate."""
-        return (self.next_bound, limit_s) if self.next_bound == "alone" else self.next_bound
+        """Return the name of the next bounds, with what they depend on beside the candidate.
+
+        One stage is played against longer and longer times, each from the bounds before it.
+        """
+        if self.next_bound == "alone" and self.bound is not None:
+            return self.next_bound, limit_s, self.bound.step_s
+        return self.next_bound
 
 
 def _higher(one: LowerBound, other: LowerBound) -> LowerBound:
@@ -104,7 +115,18 @@ class CandidateBounds:
     def _policies(self) -> tuple[Policy, ...]:
         return policies(self._question)
 
-    def least_key_of_layout(self, space: Space, layout: Layout, *, waits: bool) -> Key:
+    def layout(self, space: Space, layout: Layout) -> BoundedLayout:
+        """Return a layout with its first bounds, from states and the compute lane."""
+        key = self._least_key_of_layout(space, layout, waits=False)
+        # Where nothing is known, waits tell nothing either.
+        return BoundedLayout(layout, key, with_waits=key == LEAST)
+
+    def tightened_layout(self, space: Space, one: BoundedLayout) -> BoundedLayout:
+        """Return a layout with bounds that count collectives and waits."""
+        key = self._least_key_of_layout(space, one.layout, waits=True)
+        return BoundedLayout(one.layout, max(key, one.least_key), with_waits=True)
+
+    def _least_key_of_layout(self, space: Space, layout: Layout, *, waits: bool) -> Key:
         """Return a key that no outcome on the layout ranks before; the least of all where it cannot be lowered.
 
         ``waits``: see ``LowerBounds.beside_s``.
@@ -131,8 +153,8 @@ class CandidateBounds:
         """Return a candidate with bounds from what it shares with those that are ``opened``, without a lowering.
 
         The pipeline's bound serves all candidates of its layout except the one that keeps everything, which costs no
-        more to play. A plan with subsequences that does not fit has no tighter bounds: without them, its memory is
-        known sooner than a few of its layers are lowered.
+        more to play. A plan with subsequences that does not fit goes on to the memory of its last stage: a few of its
+        layers have as many templates as the stage.
         """
         base, any_alpha = candidate.base, candidate.policy.alpha is None
         keep = kept(base)
@@ -145,7 +167,7 @@ class CandidateBounds:
         short = self.of_plans.shortfall_bytes(bound)
         itself = not any_alpha and base == keep
         if short and not any_alpha and base.layout.subsequences > 1:
-            return Bounded(candidate, bound, short)
+            return Bounded(candidate, bound, short, "memory" if base.layout.pp > 1 else "")
         if short or itself or not tells:
             return Bounded(candidate, bound, short, "layers")
         if base.layout.subsequences == 1:
@@ -313,7 +335,8 @@ class CandidateBounds:
         """
         bounds, base = self.of_plans, candidate.base
         if candidate.policy.alpha is not None:
-            return replace(bound, device_bytes=max(bound.device_bytes, bounds.of_fullest_stage(base)))
+            of_stage = bounds.of_last_stage if base.layout.subsequences > 1 else bounds.of_fullest_stage
+            return replace(bound, device_bytes=max(bound.device_bytes, of_stage(base)))
         grid = Grid.of(base)
         partial = candidate.policy.swaps_some
         low, high = int(partial), grid.steps - int(partial)

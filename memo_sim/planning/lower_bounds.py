@@ -90,7 +90,7 @@ class _Parts:
     """Passes of one micro-batch from which bounds are made."""
 
     whole: Pass
-    """The whole model."""
+    """The whole model; where stages share nothing, only its head."""
     layers: tuple[Pass, ...]
     """One more layer of each kind; one for all kinds where each is as good. Zero where they are not needed."""
 
@@ -270,7 +270,8 @@ class LowerBounds:
             Infeasible: when ``keep`` cannot be lowered, or the profile has not measured its work.
         """
         parts = self._parts(keep, self.passes.waited if waits else self.passes.computed)
-        found_s, known_s, knows_waits = inf, dict[Change, float](), has_waits(parts.whole)
+        found_s, known_s = inf, dict[Change, float]()
+        knows_waits = any(has_waits(each) for each in (parts.whole, *parts.layers))
         for policy in dict.fromkeys(replace(policy, alpha=None, hides=False) for policy in policies):
             gain = self._gain_of_cuts if policy.attention_chunks else 1.0
             changes = passes_beside(keep, policy, waits=knows_waits, gain_of_pieces=self._gain_of_pieces)
@@ -312,7 +313,7 @@ class LowerBounds:
         waiting = self._before_w_passes(decisions)
         parts = self._layers(decisions)
         if counts_device:
-            device += self._held_bytes(parts)
+            device += max(self._held_bytes(parts), self._in_flight(decisions))
         return LowerBound(0.0, max(device, waiting), (host + self._swapped_bytes(parts)) * self._local(decisions))
 
     def _before_w_passes(self, decisions: Decisions) -> int:
@@ -395,6 +396,20 @@ class LowerBounds:
             self._stage_bytes[decisions] = most
         return self._stage_bytes[decisions]
 
+    def of_last_stage(self, decisions: Decisions) -> int:
+        """Return the device bytes of a plan's last stage; 0 where that is no lower bound of what the plan needs.
+
+        With subsequences, no stage is likely to need more: others hold what they are ahead by, the last one the head.
+
+        Raises:
+            Infeasible: when the plan cannot be lowered.
+        """
+        if decisions.layout.pp == 1 or decisions.memory_policy != "planned":
+            return 0
+        if decisions not in self._stage_bytes:
+            self._stage_bytes[decisions] = self._alone.last_stage_bytes(decisions)
+        return self._stage_bytes[decisions]
+
     def lack_host(self, decisions: Decisions) -> bool:
         """Return whether host memory is known to be too small for the states and what one micro-batch swaps."""
         if decisions.offload_window:
@@ -454,7 +469,7 @@ class LowerBounds:
     def _parts(
         self, decisions: Decisions, passes: Callable[[Decisions, Sequence[LayerShape]], Pass] | None = None
     ) -> _Parts:
-        """Return the passes of the whole model, and of one more layer of each kind."""
+        """Return the passes of the whole model or of its head, and of one more layer of each kind (``_Parts``)."""
         of = passes or self.passes.of
         if of == self.passes.waited:  # what it knows grows
             return self._found_parts(decisions, of)
@@ -465,15 +480,15 @@ class LowerBounds:
             # Stages whose layers are recomputed differently compute at least as much as those that keep everything.
             # Their waits are left out.
             decisions, of = kept(decisions), self.passes.computed
-        model = decisions.model
-        whole = of(decisions, [model.layer(n) for n in range(model.layers)])
-        if decisions.layout.pp == 1:
+        model, layout = decisions.model, decisions.layout
+        if layout.pp == 1:
+            whole = of(decisions, [model.layer(n) for n in range(model.layers)])
             return _Parts(whole, (_times(whole, 0),))
-        each = []
-        for shape in model.layer_shapes:
-            some = [[shape] * count for count in ALONE]
-            each.append(_added(of(decisions, some[1]), of(decisions, some[0]), ALONE[1] - ALONE[0]))
-        return _Parts(whole, tuple(each))
+        some = [[of(decisions, [shape] * count) for count in ALONE] for shape in model.layer_shapes]
+        each = tuple(_added(more, fewer, ALONE[1] - ALONE[0]) for fewer, more in some)
+        if layout.multiplexed:
+            return _Parts(of(decisions, [model.layer(n) for n in range(model.layers)]), each)
+        return _Parts(_head_of(some[0][0]), each)
 
     def _held(self, decisions: Decisions) -> tuple[Held, float]:
         """Return what a stage with the fewest layers holds of one micro-batch, and the bytes of one more layer.
@@ -532,9 +547,6 @@ class LowerBounds:
         ahead = decisions.micro_batches if layout.schedule == "gpipe" else min(decisions.micro_batches, stages)
         kept = layout.pp > 1 and not decisions.offload_window
         in_flight = ahead * len(stages_of(decisions)[0].layers) if kept else 0
-        # With more swapped rows, nothing needs more.
-        if high not in self._in_flight_bytes:
-            self._in_flight_bytes[high] = in_flight_bytes(high)
         # Modules of a framework keep more than the program, but not all of what it keeps.
         written_over = self._written_over_bytes(decisions)
         found = [self._held(each) for each in dict.fromkeys((decisions, high))]
@@ -543,9 +555,15 @@ class LowerBounds:
         layer_bytes = min(added for _, added in found)
         return LowerBound(
             step_s=self._step_s(decisions, parts.whole, parts.layers, ends),
-            device_bytes=device + int(max(least, in_flight * layer_bytes, self._in_flight_bytes[high])),
+            device_bytes=device + int(max(least, in_flight * layer_bytes, self._in_flight(high))),
             host_bytes_per_node=(host + min(held.host_bytes for held, _ in found)) * self._local(decisions),
         )
+
+    def _in_flight(self, decisions: Decisions) -> int:
+        """Return what a stage's device holds for other passes, of those that swap no more (``in_flight_bytes.py``)."""
+        if decisions not in self._in_flight_bytes:
+            self._in_flight_bytes[decisions] = in_flight_bytes(decisions)
+        return self._in_flight_bytes[decisions]
 
     def _written_over_bytes(self, decisions: Decisions) -> int:
         """Return the bytes of a pass's logit gradient, when an eager framework writes it over the logits."""
@@ -864,6 +882,11 @@ def _added(more: Pass, fewer: Pass, layers: int) -> Pass:
     """Return the pass of one layer, from two passes of which one has ``layers`` more; zero when there are none."""
     names = [f.name for f in fields(Pass)]
     return Pass(**{name: (getattr(more, name) - getattr(fewer, name)) / max(1, layers) for name in names})
+
+
+def _head_of(one: Pass) -> Pass:
+    """Return the pass of a model's head alone."""
+    return replace(_times(one, 0), compute_s=one.head_s, head_s=one.head_s)
 
 
 def _times(one: Pass, layers: int) -> Pass:

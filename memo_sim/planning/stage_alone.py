@@ -31,7 +31,7 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.costs.pricing import NodeRates
 from memo_sim.engine.memory import memory_of
 from memo_sim.engine.playback import Floats
-from memo_sim.engine.repetition import PLAYED, RECEIVED_AHEAD, Repetition, period_of, windows
+from memo_sim.engine.repetition import PLAYED, RECEIVED_AHEAD, Repetition, period_of, played_at_first, windows
 from memo_sim.engine.segments import Segments, cut
 from memo_sim.planning.pricers import Pricers
 from memo_sim.planning.recent import Recent
@@ -47,7 +47,7 @@ from memo_sim.program.layout.stage import stages_of
 from memo_sim.program.pipeline.shared_instructions import Made
 from memo_sim.program.pipeline.stage_program import stage_program, stage_templates
 from memo_sim.program.pipeline.stage_slices import stage_slices
-from memo_sim.program.pipeline.template_cache import seen_by_layers
+from memo_sim.program.pipeline.template_cache import cached_templates, seen_by_layers
 
 Form = tuple[tuple[object, ...], ...]
 """What the plans of a range of alphas have in common (``_form``)."""
@@ -133,7 +133,8 @@ class _Order:
         inside = np.cumsum(ordered)
         before = inside - ordered
         found = np.empty(len(ordered))
-        found[segments.order] = start[segments.of] + (before - before[segments.first][segments.of])
+        of = segments.of
+        found[segments.order] = start[of] + (before - before[segments.first][of])
         return found, found + seconds
 
 
@@ -210,6 +211,22 @@ class StagesAlone:
         sizes = np.repeat(np.array([f.bytes for f in every], dtype=np.int64), [f.count for f in every])
         columns = replace(order.columns, buffer_bytes=sizes)
         return memory_of(program, columns, decisions, self._hardware, self._cluster).device.bytes
+
+    def last_stage_bytes(self, decisions: Decisions) -> int:
+        """Return the bytes that the last stage needs on a device, without the reserve of the profile.
+
+        Its communicators may need more than the profile reserves for them. Its program is written as the engine plays
+        it, so it may have subsequences. It is not kept: that of 512 subsequences has hundreds of MB.
+
+        Raises:
+            Infeasible: when the plan cannot be lowered.
+        """
+        shape, stage = shape_of(decisions), stages_of(decisions)[-1]
+        played, made = played_at_first(decisions.layout, decisions.micro_batches), cached_templates(decisions, shape)
+        program = stage_program(decisions, shape, stage, played, made=made)
+        memory = memory_of(program, fold(program), decisions, self._hardware, self._cluster)
+        reserve_bytes = sum(int(quantity.value) for quantity in self._hardware.reserve_bytes.values())
+        return memory.device_total_bytes - reserve_bytes
 
     def _of(self, decisions: Decisions, stage: int) -> _Written:
         return self._written.of((decisions, stage), lambda: self._write(decisions, stage))

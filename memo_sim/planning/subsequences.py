@@ -16,7 +16,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import accumulate
+from operator import add
 
 import msgspec
 
@@ -25,6 +27,7 @@ from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.costs.pricing import Pricer
 from memo_sim.planning.bandwidth import offload_bandwidth
+from memo_sim.planning.pricers import Pricers
 from memo_sim.planning.question import Question
 from memo_sim.program.ir.instruction import Instruction, Lane, Mode, Template
 from memo_sim.program.ir.work import Attention, Collective, WindowedAttention, Work
@@ -34,7 +37,7 @@ from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.layout.stage import stages_of
 from memo_sim.program.layout.subsequence import subsequences_of
 from memo_sim.program.layout.swap_format import swapped_bytes
-from memo_sim.program.lower import lower
+from memo_sim.program.pipeline.stage_program import stage_templates
 
 MOST_PART_TOKENS = 16 * 1024
 ROUNDING = 1e-6
@@ -75,14 +78,37 @@ class _Works:
     @classmethod
     def of(cls, alone: Decisions) -> _Works:
         """Return the work of a plan with one subsequence."""
-        (program,) = lower(alone)
-        named = {template.name: template for template in program.templates}
+        (stage,) = stages_of(alone)
+        _, templates = stage_templates(alone, shape_of(alone), stage, 1, made={}, with_end=False)
+        named = {template.name: template for template in templates}
         forward, backward, head = named["layer.fwd"], named["layer.bwd"], named["head"]
         return cls(
             (_on_lane(forward, Lane.COMPUTE), _on_lane(backward, Lane.COMPUTE)),
             (_on_lane(forward, Lane.TP, Lane.ULYSSES), _on_lane(backward, Lane.TP, Lane.ULYSSES)),
             tuple(each for template in (forward, backward) for each in waited_for(template) if not _of_cp(each)),
             _on_lane(head, Lane.COMPUTE),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Priced:
+    """Seconds of the work of one layer of a subsequence without earlier keys, and of the head."""
+
+    compute: tuple[tuple[tuple[float, Attention | None], ...], ...]
+    """Of every kernel in forward and in backward, with its work where earlier keys add to it."""
+    beside_s: tuple[float, ...]
+    idle_s: float
+    head_s: float
+
+    @classmethod
+    def of(cls, works: _Works, pricer: Pricer) -> _Priced:
+        """Return the seconds of some works."""
+        seconds = pricer.seconds
+        return cls(
+            tuple(tuple((seconds(work), _with_earlier(work)) for work in each) for each in works.compute),
+            tuple(reduce(add, map(seconds, each), 0.0) for each in works.collective),
+            sum(max(map(seconds, each)) for each in works.waited_for),
+            reduce(add, map(seconds, works.head), 0.0),
         )
 
 
@@ -95,6 +121,7 @@ class PartPrices:
     def __init__(self, hardware: Hardware, cluster: Cluster) -> None:
         self.hardware = hardware
         self.cluster = cluster
+        self._pricers = Pricers(hardware, cluster)
         self._alone: dict[Decisions, _Works] = {}
         self._known: dict[Decisions, list[PartTimes]] = {}
 
@@ -119,14 +146,17 @@ class PartPrices:
         )
         if alike not in self._known:
             sizes = partition(decisions)
-            pricer = Pricer(self.hardware, self.cluster, decisions.layout, rowwise=decisions.kernels.rowwise)
+            pricer = self._pricers.of(decisions)
+            priced = {tokens: _Priced.of(self._works(alike, tokens), pricer) for tokens in dict.fromkeys(sizes)}
             starts = [0, *accumulate(sizes)]
             self._known[alike] = [
-                self._part(alike, pricer, start, tokens) for start, tokens in zip(starts, sizes, strict=False)
+                _part(alike, pricer, priced[tokens], start, tokens)
+                for start, tokens in zip(starts, sizes, strict=False)
             ]
         return self._known[alike]
 
-    def _part(self, decisions: Decisions, pricer: Pricer, start: int, tokens: int) -> PartTimes:
+    def _works(self, decisions: Decisions, tokens: int) -> _Works:
+        """Return the work of a subsequence of ``tokens`` that has no earlier keys."""
         layout, sequences = decisions.layout, decisions.micro_batch
         alone = msgspec.structs.replace(
             decisions,
@@ -144,16 +174,17 @@ class PartPrices:
         )
         if alone not in self._alone:
             self._alone[alone] = _Works.of(alone)
-        works = self._alone[alone]
-        earlier = start * layout.ulysses // sequences
-        # Queries meet the earlier keys of each rank in a call of their own, or those of all ranks in one.
-        calls = 1 if layout.cp_exchange == "all_gather" else layout.cp
-        compute_s = [_seconds(each, pricer, earlier * layout.cp // calls, calls) for each in works.compute]
-        beside_s = [_seconds(each, pricer) for each in works.collective]
-        forward_s, backward_s = (busy + waits for busy, waits in zip(compute_s, beside_s, strict=True))
-        idle_s = sum(max(pricer.seconds(work) for work in each) for each in works.waited_for)
-        head_s = _seconds(works.head, pricer)
-        return PartTimes(tokens, forward_s, backward_s, compute_s[0], compute_s[1], idle_s, head_s)
+        return self._alone[alone]
+
+
+def _part(decisions: Decisions, pricer: Pricer, priced: _Priced, start: int, tokens: int) -> PartTimes:
+    layout = decisions.layout
+    earlier = start * layout.ulysses // decisions.micro_batch
+    # Queries meet the earlier keys of each rank in a call of their own, or those of all ranks in one.
+    calls = 1 if layout.cp_exchange == "all_gather" else layout.cp
+    compute_s = [_seconds(each, pricer, earlier * layout.cp // calls, calls) for each in priced.compute]
+    forward_s, backward_s = (busy + waits for busy, waits in zip(compute_s, priced.beside_s, strict=True))
+    return PartTimes(tokens, forward_s, backward_s, compute_s[0], compute_s[1], priced.idle_s, priced.head_s)
 
 
 _PREPARED = 4
@@ -180,18 +211,29 @@ def _on_lane(template: Template, *lanes: Lane) -> tuple[Work, ...]:
     return tuple(instruction.work for instruction in template.instructions if instruction.lane in lanes)
 
 
-def _seconds(works: Sequence[Work], pricer: Pricer, earlier_tokens: int = 0, calls: int = 1) -> float:
-    """Return the seconds of one lane, with attention to earlier keys: ``calls`` calls of ``earlier_tokens`` each.
+def _with_earlier(work: Work) -> Attention | None:
+    """Return the work of attention that has more to do where there are earlier keys."""
+    if isinstance(work, Attention) and (isinstance(work, WindowedAttention) or work.mask == "causal"):
+        return work
+    return None
+
+
+def _seconds(
+    kernels: Sequence[tuple[float, Attention | None]], pricer: Pricer, earlier_tokens: int, calls: int
+) -> float:
+    """Return the seconds of kernels, with attention to earlier keys: ``calls`` calls of ``earlier_tokens`` each.
 
     The causal call of a subsequence's own tokens stands for its queries: beside cp there are more calls over its keys.
     """
     total = 0.0
-    for work in works:
-        total += pricer.seconds(work)
-        if earlier_tokens and isinstance(work, WindowedAttention):
+    for seconds, work in kernels:
+        total += seconds
+        if not earlier_tokens or work is None:
+            continue
+        if isinstance(work, WindowedAttention):
             keys = work.q_tokens + min(earlier_tokens, work.window - 1)
-            total += pricer.seconds(replace(work, k_tokens=keys)) - pricer.seconds(work)
-        elif earlier_tokens and isinstance(work, Attention) and work.mask == "causal":
+            total += pricer.seconds(replace(work, k_tokens=keys)) - seconds
+        else:
             total += calls * pricer.seconds(replace(work, k_tokens=earlier_tokens, mask="none"))
     return total
 

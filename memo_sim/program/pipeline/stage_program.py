@@ -43,10 +43,10 @@ def stage_program(
 
 
 def stage_templates(
-    decisions: Decisions, shape: Shape, stage: Stage, micro_batches: int, *, made: Made
+    decisions: Decisions, shape: Shape, stage: Stage, micro_batches: int, *, made: Made, with_end: bool = True
 ) -> tuple[tuple[Family, ...], tuple[Template, ...]]:
     """Return the families and templates of ``stage_program`` alone; its instances take most of its time."""
-    families, templates, _ = written(parts_of(decisions, shape, stage, micro_batches, made))
+    families, templates, _ = written(parts_of(decisions, shape, stage, micro_batches, made, with_end=with_end))
     return tuple(families.all.values()), tuple(templates.all)
 
 
@@ -56,7 +56,7 @@ def _placed(parts: StageParts, families: StageFamilies, templates: StageTemplate
     def place() -> Placed:
         order = StageOrder(parts, templates, slots)
         order.place()
-        return tuple(order.instances), tuple(order.first_instances)
+        return order.instances, tuple(order.first_instances)
 
     return cached_order(parts, order_key(parts, families.all, templates.all, rounding=bool(slots)), place)
 

@@ -126,6 +126,30 @@ def test_no_plan_with_experts_is_below_its_lower_bound(name: str, layout: Layout
 
 
 @pytest.mark.parametrize(
+    "more", [{}, {"expert_load": "zipf-1", "expert_capacity": 1.5}, {"expert_overlap": True}], ids=str
+)
+def test_layers_without_experts_have_bounds_where_others_are_divided(more: dict[str, object]) -> None:
+    """In pipelines, layers of each kind get bounds of their own; one stage here has dense layers alone."""
+    cluster, hardware = with_memory(*load_cluster("h100-1x8"), device_bytes=ROOM, host_bytes=ROOM)
+    model = load_model("deepseek-v3")
+    base = Decisions(
+        model=model.of_layers([model.layer(n) for n in range(1, 5)]),
+        layout=Layout(tp=2, sequence_parallel=True, pp=2, dp=2, ep=2, zero=1),
+        seq_tokens=1 << 12,
+        global_batch=8,
+        **more,
+    )
+    bounds = LowerBounds(hardware, cluster)
+    for policy in (("none", 0.0), ("none", 1.0), ("full", 0.0)):
+        decisions = with_alpha(base, *policy)
+        played = simulate(decisions, hardware, cluster).prediction
+        assert played.step_s is not None
+        for bound in (bounds.of(decisions), bounds.rough(decisions, keep=with_alpha(base, "none", 0.0))):
+            assert 0.5 * played.step_s < bound.step_s <= played.step_s
+            assert bound.device_bytes <= played.peak_device_bytes
+
+
+@pytest.mark.parametrize(
     "layout",
     [
         Layout(tp=2, sequence_parallel=True, ulysses=4, dp=4, zero=3),
