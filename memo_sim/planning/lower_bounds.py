@@ -34,6 +34,7 @@ from memo_sim.planning.in_flight_bytes import in_flight_bytes
 from memo_sim.planning.pipeline_lower_bound import kept
 from memo_sim.planning.presets import Policy
 from memo_sim.planning.pricers import Pricers
+from memo_sim.planning.recent import Recent
 from memo_sim.planning.stage_alone import StagesAlone, stands_alone
 from memo_sim.planning.stage_passes import SCHEDULES, ChunkSeconds, StagePasses, least_chunk
 from memo_sim.planning.step_ends import KEPT, StepEnd, StepEnds
@@ -61,6 +62,8 @@ MORE_ALONE = 1.03
 
 ALONE = (6, 8)
 """Layers of two models of which one has a window more, and which show what a layer of one kind adds."""
+MOST_PARTS = 512
+"""Number of plans whose passes are kept, about 2 KB each; one is asked for several times in a row."""
 ROUNDING = 1e-9
 """Relative rounding error of a step time that is computed from few layers; in fact about 1e-14."""
 
@@ -114,6 +117,8 @@ class LowerBounds:
         """States of a layer of each kind and of the ends; splits into stages and policies share them."""
         self._computed: dict[tuple[Decisions, bool, bool, int], _Parts] = {}
         """The compute lane's part of passes, by ``of_one_pass`` and what else of the layout it depends on."""
+        self._known_parts: Recent[tuple[Decisions, bool], _Parts] = Recent(MOST_PARTS)
+        """By plan, and whether with lanes beside compute."""
         self._not_repeated: set[Decisions] = set()
         """Plans of which an alpha's layers were not seen to repeat; others of their alphas are not lowered for that."""
         self._hardware = hardware
@@ -488,11 +493,16 @@ class LowerBounds:
         self, decisions: Decisions, passes: Callable[[Decisions, Sequence[LayerShape]], Pass] | None = None
     ) -> _Parts:
         """Return the passes of the whole model or of its head, and of one more layer of each kind (``_Parts``)."""
+        of = passes or self.passes.of
+        if of == self.passes.waited:  # what it knows grows
+            return self._found_parts(decisions, of)
+        return self._known_parts.of((decisions, of == self.passes.of), lambda: self._found_parts(decisions, of))
+
+    def _found_parts(self, decisions: Decisions, of: Callable[[Decisions, Sequence[LayerShape]], Pass]) -> _Parts:
         if decisions.recompute_layers != ALL and decisions.layout.pp > 1:
             # Stages whose layers are recomputed differently compute at least as much as those that keep everything.
             # Their waits are left out.
-            decisions, passes = kept(decisions), self.passes.computed
-        of = passes or self.passes.of
+            decisions, of = kept(decisions), self.passes.computed
         model, layout = decisions.model, decisions.layout
         if layout.pp == 1:
             whole = of(decisions, [model.layer(n) for n in range(model.layers)])

@@ -44,9 +44,9 @@ from memo_sim.program.ir.program import Program
 from memo_sim.program.layout.schedule import Kind
 from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.layout.stage import stages_of
+from memo_sim.program.pipeline.shared_instructions import Made
 from memo_sim.program.pipeline.stage_program import stage_program, stage_templates
 from memo_sim.program.pipeline.stage_slices import stage_slices
-from memo_sim.program.pipeline.subsequence_templates import Made
 from memo_sim.program.pipeline.template_cache import cached_templates, seen_by_layers
 
 Form = tuple[tuple[object, ...], ...]

@@ -37,7 +37,8 @@ from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.stage import Stage
 from memo_sim.program.layout.subsequence import Subsequence
 from memo_sim.program.pipeline.helper_p2p import BACKWARD, FORWARD, TO_HELPER, TO_OWNER, Link
-from memo_sim.program.pipeline.subsequence_templates import Bound, SubsequenceTemplates
+from memo_sim.program.pipeline.shared_instructions import Bound
+from memo_sim.program.pipeline.subsequence_templates import SubsequenceTemplates
 
 PARAMS, GRADS, BETWEEN = "params", "grads", "between"
 HALVES = ("first", "second")

@@ -17,7 +17,8 @@ from memo_sim.program.layout.stage_layers import LayersOfKind, layers_by_kind
 from memo_sim.program.layout.subsequence import subsequences_of
 from memo_sim.program.pipeline.helper_stage import HelperStage
 from memo_sim.program.pipeline.owner_stage import OwnerStage
-from memo_sim.program.pipeline.subsequence_templates import Made, SubsequenceTemplates
+from memo_sim.program.pipeline.shared_instructions import Made
+from memo_sim.program.pipeline.subsequence_templates import SubsequenceTemplates
 
 
 @dataclass(frozen=True)

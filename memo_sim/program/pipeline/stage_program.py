@@ -14,11 +14,11 @@ from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.stage import Stage
 from memo_sim.program.layout.swap_schedule import Key, buffer_slots
 from memo_sim.program.pipeline.order_cache import Placed, cached_order, order_key
+from memo_sim.program.pipeline.shared_instructions import Made
 from memo_sim.program.pipeline.stage_families import StageFamilies
 from memo_sim.program.pipeline.stage_order import StageOrder, layer_passes
 from memo_sim.program.pipeline.stage_parts import StageParts, parts_of
 from memo_sim.program.pipeline.stage_templates import StageTemplates
-from memo_sim.program.pipeline.subsequence_templates import Made
 
 
 def stage_program(

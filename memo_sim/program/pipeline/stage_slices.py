@@ -19,10 +19,10 @@ from memo_sim.program.layout.schedule import Kind, Pass
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.stage import Stage
 from memo_sim.program.layout.swap_schedule import ROUNDING_BUFFERS, LayerPass
+from memo_sim.program.pipeline.shared_instructions import Made
 from memo_sim.program.pipeline.stage_order import StageOrder
 from memo_sim.program.pipeline.stage_parts import StageParts, parts_of
 from memo_sim.program.pipeline.stage_program import written
-from memo_sim.program.pipeline.subsequence_templates import Made
 
 
 @dataclass(frozen=True)

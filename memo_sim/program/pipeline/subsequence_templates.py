@@ -8,9 +8,9 @@ each kind has its own families and templates (``layer.fwd.k1``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import msgspec
 
@@ -35,12 +35,13 @@ from memo_sim.program.layout.stage_layers import LayersOfKind, layers_by_kind
 from memo_sim.program.layout.subsequence import Subsequence
 from memo_sim.program.operators.fp8_operands import AMAXES, COLUMNS, EXPERT_COLUMNS, EXPERT_WEIGHTS, SCALES, WEIGHTS
 from memo_sim.program.operators.operators import OperatorWriter
+from memo_sim.program.pipeline.shared_instructions import Bound, Made, shared
 from memo_sim.program.pipeline.stage_p2p import StageP2P
-
-Bound = tuple[Template, list[str]]
-"""A template, and the names of the slots that an instance binds."""
-Made = dict[str, Bound]
-"""By name: layer templates that are the same on every stage of one lowering."""
+from memo_sim.program.pipeline.template_cache import (
+    seen_by_ends,
+    seen_by_instructions,
+    seen_without_recompute,
+)
 
 KEPT, PASSED, LAST, OUT = "skeletal.x", "passed.x", "head.x", "stage.out"
 """Families of a layer's input and output: an input that backward reads, or that is freed after forward (of layers
@@ -205,12 +206,16 @@ class SubsequenceTemplates:
 
         once = partial(self._once, of)
         for form in self._forwards(of, seen):
-            yield once(form.name, partial(forward, form))
-        whole = once("layer.bwd", lambda: self._backward("layer.bwd", TemplateKind.BACKWARD, of, seen))
+            alike, given = ("layer.fwd", form.enters, form.keeps), {"next_x": seen[form.out]}
+            yield self._shared(of, form.name, partial(forward, form), seen, alike=alike, given=given)
+        name, kind = "layer.bwd", TemplateKind.BACKWARD
+        make = partial(self._backward, name, kind, of, seen)
+        whole = self._shared(of, name, make, seen, alike=name)
         yield whole
         if of.activations.resident_differs:
             name, kind = "layer.bwd.resident", TemplateKind.BACKWARD_RESIDENT
-            yield once(name, lambda: self._backward(name, kind, of, seen))
+            make = partial(self._backward, name, kind, of, seen)
+            yield self._shared(of, name, make, seen, alike=name, recomputes=False)
         kept = not self._alike
         if self.layers_again.whole:
             yield once("layer.rebuild", lambda: self._rebuild(of, seen))
@@ -222,6 +227,51 @@ class SubsequenceTemplates:
         if of.activations.copied_out:
             yield once("layer.offload", lambda: of.activations.offload(seen))
             yield once("layer.prefetch", lambda: of.activations.prefetch(seen, whole[0]))
+
+    @cached_property
+    def _seen(self) -> Decisions:
+        """What instructions of layers depend on beside their families."""
+        return seen_by_instructions(self.decisions)
+
+    @property
+    def _ranks(self) -> tuple[int, int, int]:
+        return self.shape.cp_rank, self.shape.ulysses_rank, self.shape.tp_rank
+
+    @property
+    def _shares(self) -> bool:
+        """Whether templates may have the instructions of another plan's: whole micro-batches, without METP.
+
+        Templates of subsequences and METP are long, and all of a plan's are cached (``template_cache.py``).
+        """
+        layout = self.decisions.layout
+        return layout.subsequences == 1 and layout.metp == 1
+
+    def _shared(
+        self,
+        of: KindParts,
+        name: str,
+        make: Callable[[], TemplateBuilder],
+        seen: Families,
+        *,
+        alike: Hashable,
+        recomputes: bool = True,
+        given: Mapping[str, Family] | None = None,
+    ) -> Bound:
+        """Return a layer template as ``_once`` does, with instructions of another plan where they are the same.
+
+        - ``alike``: names the instructions; beside it they depend on the plan, the kind of layers and the families.
+        - ``recomputes``: whether rows may be recomputed among them.
+        - ``given``: families of slots that differ between templates with the same instructions.
+        """
+        if not self._shares:
+            return self._once(of, name, make)
+        suffix = of.layers.suffix
+        if name + suffix not in self.made:
+            plan = self._seen if recomputes else seen_without_recompute(self.decisions)
+            key = alike, plan, of.layers.number, self._ranks
+            template, slots = shared.of(key, seen, lambda: self._named(make(), suffix), given)
+            self.made[name + suffix] = replace(template, name=name + suffix), slots
+        return self.made[name + suffix]
 
     def _once(self, of: KindParts, name: str, make: Callable[[], TemplateBuilder]) -> Bound:
         """Return a layer template; the first stage that asks for it writes it."""
@@ -235,18 +285,28 @@ class SubsequenceTemplates:
 
     def ends(self, seen: Families) -> Iterator[Bound]:
         """Yield the templates of embedding and head, if the stage has them."""
+        embed = self.blocks.get(BlockKind.EMBED)
         if self.stage.first:
+            assert embed is not None
             entered = {**seen, "skeletal.x": seen["stage.x"]} if self.own else seen
-            for end in (embed_forward, embed_backward)[
-                : 1 if self.decisions.lora else 2
-            ]:  # a frozen one has no backward
-                yield self._by_family(end(self.decisions, self.shape, self.blocks[BlockKind.EMBED], entered))
+            ends = (embed_forward, embed_backward)[: 1 if self.decisions.lora else 2]  # a frozen one has no backward
+            for end in ends:
+                write = partial(end, self.decisions, self.shape, embed, entered)
+                yield self._end(end.__name__, partial(self._by_family, write), entered)
         if self.stage.last:
-            embed = self.blocks.get(BlockKind.EMBED)
-            yield self._by_family(head(self.decisions, self.shape, self.blocks[BlockKind.HEAD], embed, seen))
+            write = partial(head, self.decisions, self.shape, self.blocks[BlockKind.HEAD], embed, seen)
+            yield self._end("head", partial(self._by_family, write), seen)
 
-    def _by_family(self, template: Template) -> Bound:
+    def _end(self, name: str, write: Callable[[], Bound], seen: Families) -> Bound:
+        """Return the template of an end of the model, with instructions of another plan where they are the same."""
+        if not self._shares:
+            return write()
+        rows = self.shape.tokens, self.shape.shard_tokens, self.shape.tp_rank
+        return shared.of((name, seen_by_ends(self.decisions), self.stage.first, rows), seen, write)
+
+    def _by_family(self, write: Callable[[], Template]) -> Bound:
         """Return a template whose slots are named after their families."""
+        template = write()
         own = {f.name for f in template.own}
         named = replace(template, name=template.name + self.suffix)
         return named, [name.removesuffix(self.suffix) for name in template.slots if name not in own]

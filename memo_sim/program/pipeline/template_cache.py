@@ -17,8 +17,9 @@ from msgspec.structs import replace
 
 from memo_sim.contract.knobs import Schedule
 from memo_sim.contract.plan import Decisions
+from memo_sim.program.layout.recomputed_layers import ALL
 from memo_sim.program.layout.shape import Shape
-from memo_sim.program.pipeline.subsequence_templates import Made
+from memo_sim.program.pipeline.shared_instructions import Made
 
 MOST_INSTRUCTIONS = 128 * 1024
 """Maximum number of instructions of the cached templates, of about 1 KiB each.
@@ -101,4 +102,51 @@ def seen_by_layers(decisions: Decisions) -> Decisions:
         ),
         global_batch=decisions.micro_batch * layout.dp,
         offload_window=min(1, decisions.offload_window),
+    )
+
+
+def seen_by_instructions(decisions: Decisions) -> Decisions:
+    """Return the plan of ``seen_by_layers`` with defaults in what no instruction of a layer's passes depends on.
+
+    Beside families, these are ZeRO, the replicas where no documents are dealt to them, and the number of swapped tokens
+    where it cuts no rows.
+    """
+    alike, dp = seen_by_layers(decisions), decisions.layout.dp if decisions.documents is not None else 1
+    return replace(
+        alike,
+        layout=replace(alike.layout, dp=dp, zero=0, zero_ranks=0),
+        global_batch=decisions.micro_batch * dp,
+        swapped_tokens=decisions.swapped_tokens if decisions.recompute == "tokenwise" else 0,
+    )
+
+
+def seen_without_recompute(decisions: Decisions) -> Decisions:
+    """Return the plan of ``seen_by_instructions`` for a backward that recomputes no rows.
+
+    Where recompute begins still divides the chunks of tensor parallelism (``operators/chunks.py``), and the heads that
+    are made from latents again.
+    """
+    cut = decisions.layout.tp_overlap != "none" or decisions.model.latent is not None
+    seen = seen_by_instructions(decisions)
+    return seen if cut else replace(seen, swapped_tokens=0)
+
+
+def seen_by_ends(decisions: Decisions) -> Decisions:
+    """Return the plan of ``seen_by_instructions`` for embedding and head, which see no activations of layers.
+
+    They see how many of a sequence's tokens a rank has, but not which ranks exchange those for attention. What divides
+    a rank's rows stays: chunks of attention, documents, and with chunks of tensor parallelism where recompute begins.
+    """
+    seen, layout = seen_by_instructions(decisions), decisions.layout
+    if layout.tp_overlap != "none" or decisions.attention_chunk_tokens or decisions.documents is not None:
+        return seen
+    together = {"cp": layout.cp * layout.ulysses, "ulysses": 1, "uneven_heads": False, "cp_exchange": "ring"}
+    return replace(
+        seen,
+        layout=replace(seen.layout, **together),
+        recompute="none",
+        recompute_layers=ALL,
+        rounding_buffers=False,
+        swapped_tokens=0,
+        offload_window=0,
     )
