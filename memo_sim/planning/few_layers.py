@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -39,7 +40,7 @@ from memo_sim.program.analysis.columns import Flags, FoldedColumns, Ints, fold
 from memo_sim.program.analysis.edges import derive_edges
 from memo_sim.program.analysis.liveness import liveness, living
 from memo_sim.program.arena.library_workspaces import lives_in_arena
-from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Instance, Lane, Template
+from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Instance, Instruction, Lane, Template
 from memo_sim.program.ir.kinds import BlockKind, Phase, TemplateKind
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Attention
@@ -373,21 +374,29 @@ class _FewLayers:
         """``repeated``: the layers of ``middle`` that are repeated where bytes are counted."""
         program = lower_passes(decisions)
         self._decisions, self._program, self._repeated = decisions, program, repeated
-        lengths = [len(template.instructions) for template in program.templates]
-        starts = np.cumsum([0, *lengths])
-        of_instance = np.array([i.template for i in program.instances])
-        self._instance = np.repeat(np.arange(len(of_instance)), np.array(lengths)[of_instance])
-        at = np.concatenate([np.arange(starts[number], starts[number + 1]) for number in of_instance.tolist()])
-        rows = np.array([row for template in program.templates for row in _rows(template, pricer)], dtype=np.float64)
-        lane, seconds, forward, head, attention, rebuilt, again, backward, begins, exchanged = rows[at].T
-        self._lane = lane.astype(np.int64)
-        self._inside = self._of_instances([_in_every_micro_batch(_template(program, i)) for i in program.instances])
-        self._middle = self._inside & self._of_instances([i.layer in middle for i in program.instances])
+        templates, instances = program.templates, program.instances
+        lengths = np.array([len(template.instructions) for template in templates])
+        of_instance = np.array([i.template for i in instances])
+        played = lengths[of_instance]
+        self._instance = np.repeat(np.arange(len(of_instance)), played)
+        shift = (np.cumsum(lengths) - lengths)[of_instance] - (np.cumsum(played) - played)
+        at = np.arange(len(self._instance)) + shift[self._instance]
+        rows = np.array(_rows(templates, pricer))[:, at]
+        seconds, attention, rebuilt, again, begins, exchanged = rows[1:]
+        self._lane = rows[0].astype(np.int64)
+        of_template = of_instance[self._instance]
+        self._inside = np.array([_in_every_micro_batch(t) for t in templates])[of_template]
+        self._middle = self._inside & self._of_instances([i.layer in middle for i in instances])
+        head = np.array([float(t.block is BlockKind.HEAD) for t in templates])[of_template]
+        forward, backward = (
+            np.array([float(t.block is BlockKind.LAYER and t.kind is kind) for t in templates])[of_template]
+            for kind in (TemplateKind.FORWARD, TemplateKind.BACKWARD)
+        )
         self._seconds, self._forward = seconds * self._inside, forward
         self._exchanged = exchanged
         self._inside_forward, self._inside_backward = forward * (1 - begins), backward * (1 - begins)
-        first = self._of_instances([i.subsequence == 0 for i in program.instances])
-        every = np.ones(len(lane))
+        first = self._of_instances([i.subsequence == 0 for i in instances])
+        every = np.ones(len(seconds))
         self._parts = np.array(
             [every, rebuilt, forward, attention, again, forward * first, first, rebuilt * first, head], dtype=np.float64
         )
@@ -471,55 +480,52 @@ def _in_every_micro_batch(template: Template) -> bool:
     return not template.kind.of_step and template.kind is not TemplateKind.QUANTIZE
 
 
-def _rows(template: Template, pricer: Pricer) -> list[tuple[float, ...]]:
-    """Return each instruction's lane and seconds, and 1 where it is of a part of the pass, else 0.
+def _rows(templates: Sequence[Template], pricer: Pricer) -> list[list[float]]:
+    """Return for the instructions of all templates: lane, seconds, and 1 where one is of a part of the pass, else 0.
 
-    The parts: the forward of layers, the head, attention in that forward, recompute, what ``Pass.repeated_s`` counts,
-    the backward of layers, the first kernels of templates, and what waits for experts' rows (``Pass.exchanged_s``).
+    The parts: attention in the forward of layers, recompute, what ``Pass.repeated_s`` counts, the first kernels of
+    templates, and what waits for experts' rows (``Pass.exchanged_s``). Templates may share their instructions.
     """
-    of_layers, counted = template.block is BlockKind.LAYER, _in_every_micro_batch(template)
-    forward, backward = (of_layers and template.kind is kind for kind in (TemplateKind.FORWARD, TemplateKind.BACKWARD))
-    first = next((each for each in template.instructions if each.lane is Lane.COMPUTE), None)
-    return [
-        (
-            each.lane,
-            pricer.seconds(each.work) if counted else 0.0,
-            forward,
-            template.block is BlockKind.HEAD,
-            forward and isinstance(each.work, Attention),
-            each.phase is Phase.RECOMPUTE,
-            again,
-            backward,
-            each is first,
-            exchanged,
-        )
-        for each, again, exchanged in zip(
-            template.instructions, _are_repeated(template), _wait_for_experts(template), strict=True
-        )
-    ]
-
-
-def _wait_for_experts(template: Template) -> list[bool]:
-    """Return for each instruction whether the kernel before it copies experts' rows that it needs from other ranks."""
-    found, before = list[bool](), ""
-    for each in template.instructions:
-        found.append((before, each.op) in EXCHANGED)
-        before = each.op if each.lane is Lane.COMPUTE else before
+    found: list[list[float]] = [[], [], [], [], [], [], []]
+    known = dict[tuple[int, bool, bool], list[list[float]]]()
+    for template in templates:
+        forward = template.block is BlockKind.LAYER and template.kind is TemplateKind.FORWARD
+        counted = _in_every_micro_batch(template)
+        key = id(template.instructions), forward, counted
+        if key not in known:
+            known[key] = _rows_of(template.instructions, pricer, forward=forward, counted=counted)
+        for column, more in zip(found, known[key], strict=True):
+            column.extend(more)
     return found
+
+
+def _rows_of(instructions: Sequence[Instruction], pricer: Pricer, *, forward: bool, counted: bool) -> list[list[float]]:
+    """Return the rows of one template; ``forward``: of a layer; ``counted``: in every micro-batch."""
+    count, operators = len(instructions), [each.op for each in instructions]
+    attends, again, begins, exchanged = ([0.0] * count for _ in range(4))
+    if forward:
+        attends = [float(isinstance(each.work, Attention)) for each in instructions]
+        last = max((place for place, op in enumerate(operators) if op in ACTIVATIONS), default=-1)
+        again = [float(place <= last and op in REPEATED) for place, op in enumerate(operators)]
+    kernels = [place for place, each in enumerate(instructions) if each.lane is Lane.COMPUTE]
+    if kernels:
+        begins[kernels[0]] = 1.0
+    for before, place in pairwise(kernels):
+        exchanged[place] = float((operators[before], operators[place]) in EXCHANGED)
+    return [
+        [float(each.lane) for each in instructions],
+        [pricer.seconds(each.work) for each in instructions] if counted else [0.0] * count,
+        attends,
+        [float(each.phase is Phase.RECOMPUTE) for each in instructions],
+        again,
+        begins,
+        exchanged,
+    ]
 
 
 def _is_layer_backward(template: Template) -> bool:
     backward = (TemplateKind.BACKWARD, TemplateKind.BACKWARD_RESIDENT)
     return template.block is BlockKind.LAYER and template.kind in backward
-
-
-def _are_repeated(template: Template) -> list[bool]:
-    """Return for each instruction whether ``Pass.repeated_s`` counts it."""
-    operators = [instruction.op for instruction in template.instructions]
-    if template.block is not BlockKind.LAYER or template.kind is not TemplateKind.FORWARD:
-        return [False] * len(operators)
-    last = max((place for place, op in enumerate(operators) if op in ACTIVATIONS), default=-1)
-    return [place <= last and op in REPEATED for place, op in enumerate(operators)]
 
 
 def _of_layers(program: Program, chosen: range, kinds: Sequence[int]) -> Ints:

@@ -300,7 +300,7 @@ class LowerBounds:
         waiting = self._before_w_passes(decisions)
         parts = self._layers(decisions)
         if counts_device:
-            device += self._held_bytes(parts)
+            device += max(self._held_bytes(parts), self._in_flight(decisions))
         return LowerBound(0.0, max(device, waiting), (host + self._swapped_bytes(parts)) * self._local(decisions))
 
     def _before_w_passes(self, decisions: Decisions) -> int:
@@ -529,9 +529,6 @@ class LowerBounds:
         ahead = decisions.micro_batches if layout.schedule == "gpipe" else min(decisions.micro_batches, stages)
         kept = layout.pp > 1 and not decisions.offload_window
         in_flight = ahead * len(stages_of(decisions)[0].layers) if kept else 0
-        # With more swapped rows, nothing needs more.
-        if high not in self._in_flight_bytes:
-            self._in_flight_bytes[high] = in_flight_bytes(high)
         # Modules of a framework keep more than the program, but not all of what it keeps.
         written_over = self._written_over_bytes(decisions)
         found = [self._held(each) for each in dict.fromkeys((decisions, high))]
@@ -540,9 +537,15 @@ class LowerBounds:
         layer_bytes = min(added for _, added in found)
         return LowerBound(
             step_s=self._step_s(decisions, parts.whole, parts.layers, ends),
-            device_bytes=device + int(max(least, in_flight * layer_bytes, self._in_flight_bytes[high])),
+            device_bytes=device + int(max(least, in_flight * layer_bytes, self._in_flight(high))),
             host_bytes_per_node=(host + min(held.host_bytes for held, _ in found)) * self._local(decisions),
         )
+
+    def _in_flight(self, decisions: Decisions) -> int:
+        """Return what a stage's device holds for other passes, of those that swap no more (``in_flight_bytes.py``)."""
+        if decisions not in self._in_flight_bytes:
+            self._in_flight_bytes[decisions] = in_flight_bytes(decisions)
+        return self._in_flight_bytes[decisions]
 
     def _written_over_bytes(self, decisions: Decisions) -> int:
         """Return the bytes of a pass's logit gradient, when an eager framework writes it over the logits."""

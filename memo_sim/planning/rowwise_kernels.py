@@ -8,19 +8,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 
 import msgspec
 
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.knobs import RowwiseKernel
+from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
+from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.costs.rowwise import RowwiseRates
 from memo_sim.planning.short_rings import SHORT, steps_repeat, with_ring
 from memo_sim.program.ir.instruction import Template
 from memo_sim.program.ir.kinds import BlockKind, TemplateKind
 from memo_sim.program.ir.work import Rowwise
 from memo_sim.program.layout.recomputed_layers import ALL
+from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.lower import lower, lower_passes
 from memo_sim.program.operators.workspaces import FUSED_KINDS, HEAD_KINDS
 
@@ -45,6 +49,8 @@ class RowwiseChoice:
         )
         """Whether merges, which are all that a longer ring adds to the works, have the same price in each choice."""
         self._known: dict[Decisions, RowwiseKernel] = {}
+        self._wins: dict[Model, AbstractSet[str]] = {}
+        """By model: the kinds of ``_kinds_won``."""
         self._in_one_stage: dict[Decisions, RowwiseKernel | None] = {}
 
     def faster(self, decisions: Decisions) -> Decisions:
@@ -55,6 +61,11 @@ class RowwiseChoice:
         if not self._measured:
             return decisions
         asked = decisions
+        try:
+            if self._fused_wins(decisions):
+                return _with_kernel(decisions, "triton")
+        except Infeasible:
+            return asked
         if self._ignores_merges and steps_repeat(decisions):
             decisions = with_ring(decisions, SHORT[0])
         # Fused kernels play rows of tokens alone, whichever rank the experts' rows go to.
@@ -74,8 +85,34 @@ class RowwiseChoice:
                 self._known[alike] = self._of_any_stages(alike) or self.fastest(alike)
             except Infeasible:
                 return asked
-        kernels = msgspec.structs.replace(asked.kernels, rowwise=self._known[alike])
-        return msgspec.structs.replace(asked, kernels=kernels)
+        return _with_kernel(asked, self._known[alike])
+
+    def _fused_wins(self, decisions: Decisions) -> bool:
+        """Return whether fused kernels are certainly the fastest, which needs no lowering.
+
+        They are where none is slower than torch's at any size, of all kinds that the model's plans may have, and one is
+        faster in every plan: the norm before attention, of all rows of the rank, if it takes longer than a launch.
+
+        Raises:
+            Infeasible: when the layout does not divide the model or the sequence.
+        """
+        model, layout = decisions.model, decisions.layout
+        if layout.subsequences > 1 or layout.multiplexed or layout.metp > 1 or model.latent is not None:
+            return False
+        if model not in self._wins:
+            self._wins[model] = self._kinds_won(model)
+        norm = "layer_norm" if model.family == "gpt" else "rms_norm"
+        if norm not in self._wins[model]:
+            return False
+        moved_bytes = 2 * shape_of(decisions).shard_tokens * model.hidden * DTYPE_BYTES[decisions.dtype]
+        return self._rates.is_beyond_floor(norm, "torch", moved_bytes)
+
+    def _kinds_won(self, model: Model) -> AbstractSet[str]:
+        """Return the kinds of work of which fused kernels are faster at every size; none where one may be slower."""
+        kinds = {kind for kind in FUSED_KINDS if not (model.gated and kind.startswith("gelu"))}
+        if self._measured.keys() != {"triton"} or not kinds <= self._measured["triton"].keys():
+            return frozenset()
+        return self._rates.wins(kinds | HEAD_KINDS, "triton", "torch") or frozenset()
 
     def _of_any_stages(self, decisions: Decisions) -> RowwiseKernel | None:
         """Return the implementation that is the fastest however layers are divided over stages; None without one.
@@ -184,6 +221,10 @@ class RowwiseChoice:
     def _seconds(self, works: Counter[Rowwise], kernel: RowwiseKernel) -> float:
         outside: set[str] = set()
         return sum(times * self._rates.seconds(work, outside, kernel) for work, times in works.items())
+
+
+def _with_kernel(decisions: Decisions, kernel: RowwiseKernel) -> Decisions:
+    return msgspec.structs.replace(decisions, kernels=msgspec.structs.replace(decisions.kernels, rowwise=kernel))
 
 
 _Part = tuple[int, int]

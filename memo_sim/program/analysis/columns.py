@@ -6,7 +6,8 @@ Instructions have one row each. Operands are many more, and those of a template'
 instance but for the numbers of the instruction and of the buffer. So there are two forms:
 
     expand    every operand of the step has a row: what looks at single operands
-    fold      a template's own operands have their rows once, for all of its instances: what looks at whole programs
+    fold      a template's own operands have their rows once, for all of its instances: what looks at whole programs;
+              those of all templates lie one after another, so that small programs need few calls of numpy
 
 These arrays are the only form of a program that is as long as the step. Everything that looks at all instructions
 (edges, liveness, the engine) works on them. So arrays that are kept have 32 bits (``NUMBER``) where they number
@@ -17,8 +18,8 @@ instances is computed when it is asked for. Sizes and ranges of rows have 64 bit
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,6 +31,8 @@ from memo_sim.program.ir.program import Program
 NUMBER = np.int32
 """The type of numbers of instructions, lanes, instances, buffers and segments; 2**31 of them need 8 GiB an array."""
 
+ZERO = np.zeros(1, dtype=NUMBER)
+
 Ints = NDArray[np.signedinteger[Any]]
 Flags = NDArray[np.bool_]
 Entry = TypeVar("Entry", bound=np.generic)
@@ -37,36 +40,60 @@ Entry = TypeVar("Entry", bound=np.generic)
 
 @dataclass(frozen=True)
 class Operands:
-    """Rows of operands in program order, which come again at each of ``starts``.
+    """Rows of operands, part after part, each part in program order; parts touch no buffers of each other.
 
-    Repetition n has the same rows with its instructions counted from ``starts[n]``, in the n-th buffers after the
-    first repetition's.
+    A part comes again at each of its ``starts``. Repetition n has the same rows with its instructions counted from the
+    n-th start, in the n-th buffers after the first repetition's.
     """
 
     instruction: Ints
-    """Number of the instruction, from the start of a repetition."""
+    """Number of the instruction, counted through the parts."""
     buffer: Ints
-    """Number of the buffer among those of a repetition."""
+    """Number of the buffer among those of the parts."""
     first: Ints
     end: Ints
     mode: Ints
     lane: Ints
-    """Lane of every instruction of a repetition, those without a row too."""
+    """Lane of every instruction of the parts, those without a row too."""
     bases: Ints
-    """The buffers of the first repetition, numbered through the program."""
+    """The buffers of the first repetitions, numbered through the program."""
     dynamic: Flags
     """Whether their device memory is allocated and freed during the step."""
-    starts: Ints
+    starts: tuple[Ints, ...]
+    """By part."""
+    first_instructions: Ints
+    """By part: the number of its first instruction."""
+    first_buffers: Ints
+
+    @property
+    def once(self) -> bool:
+        """Whether there is one part, which comes once."""
+        return len(self.starts) == 1 and len(self.starts[0]) == 1
 
     def instructions(self, numbers: Ints) -> Ints:
-        """Return instructions of a repetition, numbered through the program, in every repetition."""
-        found: Ints = (self.starts[:, None] + numbers).ravel()
-        return found
+        """Return instructions of the parts, numbered through the program, in every repetition.
+
+        ``numbers``: (..., n), in the order of parts; arrays of as many instructions in each part stay side by side.
+        """
+        row = numbers[(0,) * (numbers.ndim - 1)]
+        bounds = [*np.searchsorted(row, self.first_instructions).tolist(), len(row)]
+        shape = (*numbers.shape[:-1], -1)
+        found = [numbers[..., :0]]
+        for first, starts, (begin, end) in zip(self.first_instructions, self.starts, pairwise(bounds), strict=True):
+            if begin < end:
+                found.append(((starts - first)[:, None] + numbers[..., None, begin:end]).reshape(shape))
+        return np.concatenate(found, axis=-1)
 
     def buffers(self, chosen: Flags) -> Ints:
-        """Return the chosen buffers of a repetition, numbered through the program, in every repetition."""
-        found: Ints = (np.arange(len(self.starts))[:, None] + self.bases[chosen]).ravel()
-        return found
+        """Return the chosen buffers of the parts, numbered through the program, in every repetition."""
+        numbers = np.flatnonzero(chosen)
+        bounds = [*np.searchsorted(numbers, self.first_buffers).tolist(), len(numbers)]
+        bases = self.bases[numbers]
+        found = [bases[:0]]
+        for starts, (begin, end) in zip(self.starts, pairwise(bounds), strict=True):
+            if begin < end:
+                found.append((np.arange(len(starts))[:, None] + bases[begin:end]).ravel())
+        return np.concatenate(found)
 
 
 @dataclass(frozen=True)
@@ -144,24 +171,27 @@ class Columns(InstructionColumns):
                 lane=self.lane,
                 bases=np.arange(len(self.buffer_bytes), dtype=np.int64),
                 dynamic=self.buffer_dynamic,
-                starts=np.zeros(1, dtype=np.int64),
+                starts=(ZERO,),
+                first_instructions=ZERO,
+                first_buffers=ZERO,
             ),
         )
 
 
 def expand(program: Program) -> Columns:
     """Return the columns of ``program``, with a row for every operand of the step."""
-    laid = _instructions(program)
+    laid = _instructions(program, _lanes(program))
     sizes, families, dynamic = _buffers(program)
-    row = _Table(program).rows()
-    taken, instance = _taken(row.lengths, laid.template_of)
-    buffers, first_slot = _slots(program, laid.template_of, own=True)
+    slots, row = _Slots(program), _rows_of(program)
+    taken, instance = _taken(np.bincount(row.template, minlength=len(program.templates)), laid.template_of)
+    buffers, first_slot = slots.buffers(program, laid.template_of, own=True)
+    first, end = slots.ranges(row)
     return Columns(
         **vars(laid),
         operand_instruction=laid.starts.astype(np.int64)[instance] + row.position[taken],
         operand_buffer=buffers[first_slot[instance] + row.slot[taken]],
-        operand_first=row.first[taken],
-        operand_end=row.end[taken],
+        operand_first=first[taken],
+        operand_end=end[taken],
         operand_mode=row.mode[taken],
         buffer_bytes=sizes,
         buffer_family=families,
@@ -171,51 +201,52 @@ def expand(program: Program) -> Columns:
 
 def fold(program: Program) -> FoldedColumns:
     """Return the columns of ``program``, with the operands of each template's own buffers once."""
-    laid = _instructions(program)
+    lanes = _lanes(program)
+    laid = _instructions(program, lanes)
     sizes, families, dynamic = _buffers(program)
-    table = _Table(program)
-    row = table.rows(own=False)
-    taken, instance = _taken(row.lengths, laid.template_of)
-    bound, first_slot = _slots(program, laid.template_of, own=False)
-    used, number = np.unique(bound, return_inverse=True)
-    shared = Operands(
+    slots, row = _Slots(program), _rows_of(program)
+    first, end = slots.ranges(row)
+    slot = slots.first[row.template] + row.slot
+    number, own = slots.number[slot], slots.own[slot]
+    shared = np.flatnonzero(~own)
+    taken, instance = _taken(np.bincount(row.template[shared], minlength=len(program.templates)), laid.template_of)
+    taken = shared.astype(NUMBER)[taken]
+    bound, first_slot = slots.buffers(program, laid.template_of, own=False)
+    used, place = np.unique(bound, return_inverse=True)
+    of_instances = Operands(
         instruction=laid.starts[instance] + row.position[taken],
-        buffer=number.astype(NUMBER)[first_slot[instance] + row.slot[taken]],
-        first=row.first[taken],
-        end=row.end[taken],
+        buffer=place.astype(NUMBER)[first_slot[instance] + number[taken]],
+        first=first[taken],
+        end=end[taken],
         mode=row.mode[taken],
         lane=laid.lane,
         bases=used,
         dynamic=dynamic[used],
-        starts=np.zeros(1, dtype=NUMBER),
+        starts=(ZERO,),
+        first_instructions=ZERO,
+        first_buffers=ZERO,
     )
-    del taken, instance, bound, number
-    own = table.rows(own=True)
-    ends = np.cumsum(own.lengths).tolist()
-    found = [shared]
-    for number_of_template, (template, end) in enumerate(zip(program.templates, ends, strict=True)):
-        mine = slice(end - own.lengths[number_of_template], end)
-        at = laid.starts[:-1][laid.template_of == number_of_template]
-        if mine.start == end or not len(at):
-            continue
-        names = [slot for slot, is_own in zip(template.slots, template.own_slots, strict=True) if is_own]
-        bases = np.array([program.family_bases[f"{template.name}/{name}"] for name in names], dtype=np.int64)
-        found.append(
-            Operands(
-                instruction=own.position[mine],
-                buffer=own.slot[mine],
-                first=own.first[mine],
-                end=own.end[mine],
-                mode=own.mode[mine],
-                lane=np.array([int(i.lane) for i in template.instructions], dtype=NUMBER),
-                bases=bases,
-                dynamic=dynamic[bases],
-                starts=at,
-            )
-        )
+    del taken, instance, bound, place
+    lengths = np.array([len(template.instructions) for template in program.templates])
+    first_instructions, first_buffers = (np.cumsum(lengths) - lengths).astype(NUMBER), slots.first_own.astype(NUMBER)
+    played = np.bincount(laid.template_of, minlength=len(program.templates)) > 0
+    mine, bases = np.flatnonzero(own & played[row.template]), slots.base[slots.own]
+    of_templates = Operands(
+        instruction=first_instructions[row.template[mine]] + row.position[mine],
+        buffer=first_buffers[row.template[mine]] + number[mine],
+        first=first[mine],
+        end=end[mine],
+        mode=row.mode[mine],
+        lane=lanes,
+        bases=bases,
+        dynamic=np.append(dynamic, False)[bases],  # the last template's have none where it has no instances
+        starts=tuple(laid.starts[:-1][laid.template_of == n] for n in range(len(program.templates))),
+        first_instructions=first_instructions,
+        first_buffers=first_buffers,
+    )
     return FoldedColumns(
         **vars(laid),
-        operands=tuple(found),
+        operands=(of_instances, of_templates) if len(mine) else (of_instances,),
         buffer_bytes=sizes,
         buffer_family=families,
         buffer_dynamic=dynamic,
@@ -238,16 +269,18 @@ def check_numbered(count: int, of: str) -> None:
         )
 
 
-def _instructions(program: Program) -> InstructionColumns:
-    """Return the columns of instructions."""
-    lanes = [np.array([int(i.lane) for i in template.instructions], dtype=NUMBER) for template in program.templates]
+def _lanes(program: Program) -> Ints:
+    """Return the lanes of the instructions of all templates, one template after another."""
+    return np.array([int(i.lane) for template in program.templates for i in template.instructions], dtype=NUMBER)
+
+
+def _instructions(program: Program, lanes: Ints) -> InstructionColumns:
+    """Return the columns of instructions; ``lanes``: of those of the templates."""
     template_of = np.array([i.template for i in program.instances], dtype=NUMBER)
-    lengths = np.array([len(each) for each in lanes], dtype=np.int64)
+    lengths = np.array([len(template.instructions) for template in program.templates], dtype=np.int64)
     starts = np.append(0, np.cumsum(lengths[template_of]))
     check_numbered(int(starts[-1]), "instructions")
-    starts = starts.astype(NUMBER)
-    none = InstructionColumns(np.zeros(0, dtype=NUMBER), template_of, starts)
-    return replace(none, lane=none.by_template(lanes))
+    return InstructionColumns(lanes[_taken(lengths, template_of)[0]], template_of, starts.astype(NUMBER))
 
 
 def _buffers(program: Program) -> tuple[Ints, Ints, Flags]:
@@ -263,85 +296,107 @@ def _buffers(program: Program) -> tuple[Ints, Ints, Flags]:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The operands of all templates, one template after another; ``slot`` counts the chosen slots of a template."""
+    """The operands of all templates, one template after another."""
 
-    lengths: list[int]
-    """Rows of each template."""
+    template: Ints
     position: Ints
+    """Place of the instruction in its template."""
     slot: Ints
     first: Ints
-    end: Ints
+    tokens: Ints
     mode: Ints
 
 
-class _Table:
-    """The operands of every template of a program.
+def _rows_of(program: Program) -> _Rows:
+    """Return the operands of every template.
 
     One table holds the rows of all templates. Every instance takes the rows of its own template:
 
         templates   A: a0 a1 | B: b0 b1 b2        instances   A B A  ->  a0 a1 b0 b1 b2 a0 a1
     """
-
-    def __init__(self, program: Program) -> None:
-        rows = [template.operand_rows for template in program.templates]
-        self._position, slot, self._first, self._end, self._mode = np.concatenate(rows).T
-        self._template = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
-        self._begins = np.cumsum([0, *(len(template.slots) for template in program.templates)])
-        """The first slot of every template, of slots that are numbered through all of them."""
-        self._slot = self._begins[self._template] + slot
-        self._own = np.array([own for template in program.templates for own in template.own_slots], dtype=np.bool_)
-        if parts := {f.name: f for f in program.families if f.region}:
-            found = [parts.get(name) for template in program.templates for name in template.slots]
-            offset = np.array([part.offset if part else 0 for part in found], dtype=np.int64)[self._slot]
-            size = np.array([part.row_bytes if part else 1 for part in found], dtype=np.int64)[self._slot]
-            self._first, self._end = offset + self._first * size, offset + self._end * size
-
-    def rows(self, *, own: bool | None = None) -> _Rows:
-        """Return the operands in buffers of the templates' own families, in others, or in all."""
-        chosen = np.ones_like(self._own) if own is None else self._own == own
-        number = np.cumsum(chosen) - chosen
-        taken = chosen[self._slot]
-        template, slot = self._template[taken], self._slot[taken]
-        return _Rows(
-            np.bincount(template, minlength=len(self._begins) - 1).tolist(),
-            self._position[taken].astype(NUMBER),
-            (number[slot] - number[self._begins[template]]).astype(NUMBER),
-            self._first[taken],
-            self._end[taken],
-            self._mode[taken].astype(NUMBER),
-        )
+    rows = [
+        (n, position, operand.slot, operand.first, operand.tokens, int(operand.mode))
+        for n, template in enumerate(program.templates)
+        for position, instruction in enumerate(template.instructions)
+        for operand in instruction.operands
+    ]
+    table = np.fromiter(chain.from_iterable(rows), np.int64, 6 * len(rows)).reshape(-1, 6)
+    template, position, slot, first, tokens, mode = np.ascontiguousarray(table.T)
+    return _Rows(
+        template.astype(NUMBER), position.astype(NUMBER), slot.astype(NUMBER), first, tokens, mode.astype(NUMBER)
+    )
 
 
-def _taken(lengths: list[int], template_of: Ints) -> tuple[Ints, Ints]:
-    """Return the table rows that the instances use, one instance after another, and the instance of each row."""
-    length = np.array(lengths, dtype=np.int64)
-    taken = length[template_of]
+def _taken(lengths: Ints, template_of: Ints) -> tuple[Ints, Ints]:
+    """Return the table rows that the instances use, one instance after another, and the instance of each row.
+
+    ``lengths``: rows of each template.
+    """
+    taken = lengths[template_of]
     check_numbered(int(taken.sum()), "operands")
     instance = np.repeat(np.arange(len(template_of), dtype=NUMBER), taken)
-    shift = ((np.cumsum(length) - length)[template_of] - (np.cumsum(taken) - taken)).astype(NUMBER)
+    shift = ((np.cumsum(lengths) - lengths)[template_of] - (np.cumsum(taken) - taken)).astype(NUMBER)
     return np.arange(len(instance), dtype=NUMBER) + shift[instance], instance
 
 
-def _slots(program: Program, template_of: Ints, *, own: bool) -> tuple[Ints, Ints]:
-    """Return the buffer of every slot of every instance, and the position of each instance's first slot.
+class _Slots:
+    """The slots of all templates, one template after another."""
 
-    A slot of a shared family has the buffer that the instance names. A slot of the template's own family has the buffer
-    of this instance; without ``own``, these slots are left out.
-    """
-    templates, bases = program.templates, dict(program.family_bases)
-    bases |= {f.name: bases[f.region] for f in program.families if f.region}
-    base, is_own, slots = list[int](), list[bool](), []
-    for template in templates:
-        chosen = [(s, mine) for s, mine in zip(template.slots, template.own_slots, strict=True) if own or not mine]
-        base += [bases[f"{template.name}/{s}" if mine else s] for s, mine in chosen]
-        is_own += [mine for _, mine in chosen]
-        slots.append(len(chosen))
-    row, instance = _taken(slots, template_of)
-    order = np.argsort(template_of, kind="stable")
-    uses = np.bincount(template_of, minlength=len(templates))
-    number = np.empty(len(template_of), dtype=np.int64)
-    number[order] = np.arange(len(order)) - np.repeat(np.cumsum(uses) - uses, uses)
-    index, bound = number[instance], ~np.array(is_own, dtype=np.bool_)[row]
-    index[bound] = np.fromiter(chain.from_iterable(i.indices for i in program.instances), np.int64, int(bound.sum()))
-    taken = np.array(slots, dtype=np.int64)[template_of]
-    return np.array(base, dtype=np.int64)[row] + index, np.cumsum(taken) - taken
+    def __init__(self, program: Program) -> None:
+        bases, parts = dict(program.family_bases), {f.name: f for f in program.families if f.region}
+        bases |= {name: bases[f.region] for name, f in parts.items()}
+        own, base, lengths, offset, scale = list[bool](), list[int](), list[int](), list[int](), list[int]()
+        for template in program.templates:
+            owned = {f.name for f in template.own}
+            lengths.append(len(template.slots))
+            for slot in template.slots:
+                mine, part = slot in owned, parts.get(slot)
+                own.append(mine)
+                base.append(bases[f"{template.name}/{slot}" if mine else slot])
+                offset.append(part.offset if part else 0)
+                scale.append(part.row_bytes if part else 1)
+        self.lengths = np.array(lengths, dtype=np.int64)
+        self.first = np.cumsum(self.lengths) - self.lengths
+        """By template: the number of its first slot."""
+        self.own = np.array(own, dtype=np.bool_)
+        """By slot: whether it has a buffer of the template's own families."""
+        owned_before = np.append(0, np.cumsum(self.own))
+        self.first_own = owned_before[self.first]
+        """By template: how many of these slots come before its own."""
+        of = np.repeat(np.arange(len(lengths)), lengths)
+        among_own = owned_before[:-1] - self.first_own[of]
+        self.number = np.where(self.own, among_own, np.arange(len(own)) - self.first[of] - among_own).astype(NUMBER)
+        """By slot: its place among those of its template that have such buffers, or among the others."""
+        self.base = np.array(base, dtype=np.int64)
+        """By slot: the first buffer of its family."""
+        self._offset, self._scale = np.array(offset, dtype=np.int64), np.array(scale, dtype=np.int64)
+
+    def ranges(self, rows: _Rows) -> tuple[Ints, Ints]:
+        """Return the first row of each operand in its buffer, and the row after its last one."""
+        slot = self.first[rows.template] + rows.slot
+        first = self._offset[slot] + rows.first * self._scale[slot]
+        return first, first + rows.tokens * self._scale[slot]
+
+    def buffers(self, program: Program, template_of: Ints, *, own: bool) -> tuple[Ints, Ints]:
+        """Return the buffer of every slot of every instance, and the position of each instance's first slot.
+
+        A slot of a shared family has the buffer that the instance names. A slot of the template's own family has the
+        buffer of this instance; without ``own``, these slots are left out.
+        """
+        bound = np.fromiter(chain.from_iterable(i.indices for i in program.instances), np.int64)
+        owned = np.diff(np.append(self.first_own, self.own.sum()))
+        chosen = np.arange(len(self.own)) if own else np.flatnonzero(~self.own)
+        lengths = self.lengths if own else self.lengths - owned
+        row, _ = _taken(lengths, template_of)
+        taken = lengths[template_of]
+        first_slot = np.cumsum(taken) - taken
+        slot = chosen[row]
+        if not own:
+            return self.base[slot] + bound, first_slot
+        order = np.argsort(template_of, kind="stable")
+        uses = np.bincount(template_of, minlength=len(lengths))
+        number = np.empty(len(template_of), dtype=np.int64)
+        number[order] = np.arange(len(order)) - np.repeat(np.cumsum(uses) - uses, uses)
+        index = np.repeat(number, taken)
+        index[~self.own[slot]] = bound
+        return self.base[slot] + index, first_slot

@@ -43,10 +43,13 @@ class Edges:
 def derive_edges(columns: Columns | FoldedColumns) -> Edges:
     """Return the cross-lane edges of the program, without edges that others imply through lane order.
 
-    Buffers of one set of operands are in no other. So what an equal repetition adds is the same, further on.
+    Buffers of one part of the operands are in no other. So what an equal repetition adds is the same, further on.
     """
-    found = _in_repetitions(columns)
-    found += _memory_edges(columns.lane, _Uses.joined([_uses(each, _shared(each)) for each in columns.operands]))
+    shared = [_shared(each) for each in columns.operands]
+    found = _in_repetitions(columns, shared)
+    found += _memory_edges(
+        columns.lane, _Uses.joined([_uses(*each) for each in zip(columns.operands, shared, strict=True)])
+    )
     return _reduced(*_concatenated(found), columns.lane)
 
 
@@ -55,18 +58,21 @@ def edges_of_rows(columns: Columns | FoldedColumns) -> Edges:
 
     They hold for a part of a program, too, whose buffers have another birth and death in the whole.
     """
-    return _reduced(*_concatenated(_in_repetitions(columns)), columns.lane)
+    shared = [_shared(each) for each in columns.operands]
+    return _reduced(*_concatenated(_in_repetitions(columns, shared)), columns.lane)
 
 
-def _in_repetitions(columns: Columns | FoldedColumns) -> list[tuple[Ints, Ints]]:
+def _in_repetitions(columns: Columns | FoldedColumns, shared: list[Flags]) -> list[tuple[Ints, Ints]]:
     """Return the producers and consumers of what two lanes do to the same rows, in all repetitions."""
     found = list[tuple[Ints, Ints]]()
-    for operands in columns.operands:
-        edges = _conflicts(operands, _shared(operands))
-        if edges and len(operands.starts) > 1:  # what one repetition implies, each of them does
+    for operands, flags in zip(columns.operands, shared, strict=True):
+        edges = _conflicts(operands, flags)
+        if operands.once:
+            found += edges
+        elif edges:  # what one repetition implies, each of them does
             once = _reduced(*_concatenated(edges), operands.lane)
-            edges = [(once.producer, once.consumer)]
-        found += [(operands.instructions(producer), operands.instructions(consumer)) for producer, consumer in edges]
+            producer, consumer = operands.instructions(np.array([once.producer, once.consumer]))
+            found.append((producer, consumer))
     return found
 
 
@@ -111,26 +117,29 @@ def _conflicts_of(operands: Operands, shared: Flags) -> list[tuple[Ints, Ints]]:
 
 def _shared(operands: Operands) -> Flags:
     """Return a flag for each buffer of a repetition: whether several lanes touch it."""
-    touching = np.zeros(len(operands.bases), dtype=np.int64)
-    np.bitwise_or.at(touching, operands.buffer, 1 << operands.lane[operands.instruction].astype(np.int64))
-    found: Flags = (touching & (touching - 1)) > 0
+    lane = operands.lane[operands.instruction]
+    last = np.zeros(len(operands.bases), dtype=NUMBER)
+    last[operands.buffer] = lane
+    found = np.zeros(len(operands.bases), dtype=np.bool_)
+    found[operands.buffer[last[operands.buffer] != lane]] = True
     return found
 
 
 @dataclass(frozen=True)
 class _Uses:
-    """How dynamic buffers are used: by buffer its birth and death, and by lane of one that several lanes touch."""
+    """How dynamic buffers are used."""
 
     birth: Ints
     death: Ints
-    first: Ints
-    """A lane's first use of a buffer."""
-    last: Ints
-    last_reads: Flags
-    """Whether a lane's last use only reads."""
-    born: Ints
-    """Birth and death of that buffer."""
+    """By buffer: its first and its last user."""
+    late: Ints
+    """A lane's last use of a buffer that dies later, where it may still be under way then."""
     dead: Ints
+    """The death of that buffer."""
+    born: Ints
+    """The birth of a buffer on another lane than that of a first use."""
+    first: Ints
+    """That lane's first use of it."""
 
     @classmethod
     def joined(cls, uses: list[_Uses]) -> _Uses:
@@ -140,27 +149,23 @@ class _Uses:
 
 def _uses(operands: Operands, shared: Flags) -> _Uses:
     """Return how the dynamic buffers of all repetitions are used."""
-    birth = np.full(len(operands.bases), len(operands.lane), dtype=NUMBER)
-    death = np.full(len(operands.bases), -1, dtype=NUMBER)
-    np.minimum.at(birth, operands.buffer, operands.instruction)
-    np.maximum.at(death, operands.buffer, operands.instruction)
+    # Operands are in program order: what is assigned last is a buffer's last user, or from behind its first one.
+    birth, death = (np.full(len(operands.bases), -1, dtype=NUMBER) for _ in range(2))
+    death[operands.buffer] = operands.instruction
+    birth[operands.buffer[::-1]] = operands.instruction[::-1]
     used = operands.dynamic & (death >= 0)
     touches = np.flatnonzero((shared & operands.dynamic)[operands.buffer])
     buffer, instruction = operands.buffer[touches], operands.instruction[touches]
-    # Operands are in program order, so the first row of a buffer and a lane is that lane's first touch.
     place, order = sorted_with_places(buffer.astype(np.int64) * len(Lane) + operands.lane[instruction])
     begins = _begins(place)
-    firsts, lasts = order[begins], order[np.append(begins[1:], True)[: len(place)]]
-    every = operands.instructions
-    return _Uses(
-        birth=every(birth[used]),
-        death=every(death[used]),
-        first=every(instruction[firsts]),
-        last=every(instruction[lasts]),
-        last_reads=np.tile(operands.mode[touches][lasts] == Mode.READ, len(operands.starts)),
-        born=every(birth[buffer[lasts]]),
-        dead=every(death[buffer[lasts]]),
-    )
+    lasts = order[np.append(begins[1:], True)[: len(place)]]
+    first, last, of = instruction[order[begins]], instruction[lasts], buffer[lasts]
+    born, dead, lane = birth[of], death[of], operands.lane
+    # The last use may still be under way at the buffer's death if it is a read; the last user waits for writes.
+    late = (lane[last] != Lane.COMPUTE) & (last < dead) & (operands.mode[touches][lasts] == Mode.READ)
+    apart = lane[born] != lane[first]
+    pairs = ((birth[used], death[used]), (last[late], dead[late]), (born[apart], first[apart]))
+    return _Uses(*(each for pair in pairs for each in operands.instructions(np.array(pair))))
 
 
 def _memory_edges(lanes: Ints, uses: _Uses) -> list[tuple[Ints, Ints]]:
@@ -169,19 +174,16 @@ def _memory_edges(lanes: Ints, uses: _Uses) -> list[tuple[Ints, Ints]]:
     kernels = np.flatnonzero(lanes == Lane.COMPUTE)
     early = births[lanes[births] != Lane.COMPUTE]
     before = np.searchsorted(kernels, early) - 1
-    edges = [(kernels[before[before >= 0]], early[before >= 0])]
-    late = deaths[lanes[deaths] != Lane.COMPUTE]
-    # A lane's last use may still be under way at the buffer's death if it is a read; the last user waits for writes.
-    under_way = (lanes[uses.last] != Lane.COMPUTE) & (uses.last < uses.dead) & uses.last_reads
-    late, dead = (np.concatenate((late, more)) for more in (uses.last[under_way], uses.dead[under_way]))
+    edges = [(uses.born, uses.first), (kernels[before[before >= 0]], early[before >= 0])]
+    ends = deaths[lanes[deaths] != Lane.COMPUTE]
+    late, dead = np.concatenate((ends, uses.late)), np.concatenate((ends, uses.dead))
     for lane in _distinct(lanes[births]):
         here = births[lanes[births] == lane]
         elsewhere = lanes[late] != lane
         after = np.searchsorted(here, dead[elsewhere], side="right")
         found = after < len(here)
         edges.append((late[elsewhere][found], here[after[found]]))
-    other = lanes[uses.born] != lanes[uses.first]
-    return [*edges, (uses.born[other], uses.first[other])]
+    return edges
 
 
 def _segments(operands: Operands, shared: Flags) -> tuple[Ints, Ints, Ints]:

@@ -48,13 +48,13 @@ def liveness(program: Program, columns: Columns | FoldedColumns) -> Liveness:
     birth = np.full(count, columns.lane.size, dtype=NUMBER)
     death = np.full(count, -1, dtype=NUMBER)
     for operands in columns.operands:
-        first = np.full(len(operands.bases), columns.lane.size, dtype=NUMBER)
-        last = np.full(len(operands.bases), -1, dtype=NUMBER)
-        np.minimum.at(first, operands.buffer, operands.instruction)
-        np.maximum.at(last, operands.buffer, operands.instruction)
+        # Operands are in program order: what is assigned last is the last user, or from behind the first one.
+        first, last = (np.full(len(operands.bases), -1, dtype=NUMBER) for _ in range(2))
+        last[operands.buffer] = operands.instruction
+        first[operands.buffer[::-1]] = operands.instruction[::-1]
         used = last >= 0
-        birth[operands.buffers(used)] = operands.instructions(first[used])
-        death[operands.buffers(used)] = operands.instructions(last[used])
+        buffers = operands.buffers(used)
+        birth[buffers], death[buffers] = operands.instructions(np.array([first[used], last[used]]))
     lasting = np.array([f.lifetime == "step" for f in families], dtype=bool)[columns.buffer_family]
     birth[lasting] = -1
     death[lasting] = columns.lane.size

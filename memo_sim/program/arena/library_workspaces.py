@@ -130,10 +130,11 @@ def _of_libraries(program: Program) -> Flags:
         asked = {
             o.slot for i in template.instructions if i.op in LIBRARY_OPS for o in i.operands if o.role == "workspace"
         }
-        bound = [slot for slot, own in enumerate(template.own_slots) if not own]
+        own = {f.name for f in template.own}
+        bound = [slot for slot, name in enumerate(template.slots) if name not in own]
         for slot in asked:
             name = template.slots[slot]
-            if template.own_slots[slot]:
+            if name in own:
                 base = bases[f"{template.name}/{name}"]
                 chosen[base : base + uses[number]] = True
                 continue

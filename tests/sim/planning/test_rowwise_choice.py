@@ -20,6 +20,7 @@ from memo_sim.planning.search import play, search
 from memo_sim.planning.space import candidates
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Rowwise
+from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.lower import lower, lower_passes
 from memo_sim.program.operators.workspaces import FUSED_KINDS
 from tests.refusals import refused
@@ -91,7 +92,7 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> list[Decisions]:
 
 def test_plans_with_other_places_of_experts_are_lowered_once(lowered: list[Decisions]) -> None:
     """Fused kernels play rows of tokens; where rows of experts go changes none of them."""
-    cluster, hardware = machine(every(FAST))
+    cluster, hardware = machine(every(FAST, swiglu=0.9))
     asked = Question(
         model=load_model("mixtral-tiny"), cluster=cluster, hardware=hardware, seq_tokens=16_384, pins=Pins()
     )
@@ -131,6 +132,44 @@ def test_kernels_that_win_at_every_size_are_chosen_without_all_subsequences(
     assert found.kernels.rowwise == exact
     parts = dict.fromkeys(each.layout.subsequences for each in lowered)
     assert list(parts) == (wanted if tokens > 1024 else [rowwise_kernels.FEW, PARTS])
+
+
+@pytest.mark.parametrize("fused", [every(FAST), every(FAST, swiglu=0.9)], ids=["faster", "one slower"])
+@pytest.mark.parametrize("tokens", [512, 16_384], ids=["launches alone", "longer"])
+@pytest.mark.parametrize("model", ["llama-tiny", "gpt-tiny", "qwen3-0.6b"])
+@pytest.mark.parametrize("recompute", ["none", "tokenwise", "full"])
+def test_kernels_that_win_at_every_size_are_chosen_without_a_lowering(
+    fused: dict[str, float], tokens: int, model: str, recompute: Recompute, lowered: list[Decisions]
+) -> None:
+    _, hardware = machine(fused)
+    decisions = Decisions(model=load_model(model), layout=Layout(), seq_tokens=tokens, recompute=recompute)
+    exact = rowwise_kernels.RowwiseChoice(hardware).fastest(decisions)
+    lowered.clear()
+    assert rowwise_kernels.RowwiseChoice(hardware).faster(decisions).kernels.rowwise == exact
+    assert bool(lowered) == (tokens == 512 or fused != every(FAST))
+
+
+@pytest.mark.parametrize("model", ["llama-tiny", "gpt-tiny", "gemma3-tiny", "mixtral-tiny", "gpt-oss-tiny"])
+@pytest.mark.parametrize("recompute", ["none", "tokenwise", "full", "rowwise"])
+@pytest.mark.parametrize(
+    "degrees",
+    [{"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"cp": 4}, {"ulysses": 2}, {"pp": 2}],
+    ids=str,
+)
+def test_every_layer_has_a_norm_of_all_rows(model: str, recompute: Recompute, degrees: dict[str, int]) -> None:
+    """``RowwiseChoice`` takes its bytes for known, so that no plan is lowered for them; and its kinds of work."""
+    layout = Layout(**degrees)  # type: ignore[arg-type]
+    decisions = Decisions(model=load_model(model), layout=layout, seq_tokens=4096, recompute=recompute)
+    try:
+        programs = lower(decisions)
+    except Infeasible:
+        pytest.skip("the model does not go with this")
+    asked, norm = decisions.model, "layer_norm" if decisions.model.family == "gpt" else "rms_norm"
+    moved_bytes = 2 * shape_of(decisions).shard_tokens * asked.hidden * 2
+    for program in programs:
+        works = [i.work for t in program.templates for i in t.instructions if isinstance(i.work, Rowwise)]
+        assert max(work.moved_bytes for work in works if work.kind == norm) >= moved_bytes
+        assert not asked.gated or not any(work.kind.startswith("gelu") for work in works)
 
 
 @pytest.mark.parametrize("parts", [3, 16])

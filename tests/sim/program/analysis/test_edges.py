@@ -216,7 +216,7 @@ def test_arrays_as_long_as_the_step_have_32_bits() -> None:
     numbers = [columns.lane, columns.template_of, columns.starts, columns.instance, columns.template, columns.position]
     numbers += [edges.producer, edges.consumer, lives.birth, lives.death, lives.family, lives.class_of]
     numbers += [segments.order, segments.of, segments.first, segments.waits, segments.targets, segments.target_bounds]
-    numbers += [each for o in columns.operands for each in (o.instruction, o.buffer, o.mode, o.lane, o.starts)]
+    numbers += [each for o in columns.operands for each in (o.instruction, o.buffer, o.mode, o.lane, *o.starts)]
     assert {each.dtype for each in numbers} == {np.dtype(NUMBER)}
     ranges = [each for operands in columns.operands for each in (operands.first, operands.end)]
     assert {each.dtype for each in [*ranges, lives.bytes]} == {np.dtype(np.int64)}
