@@ -2,9 +2,12 @@
 
     python -m benchmarks.search_reach 70b-on-64 --limit 300
     python -m benchmarks.search_reach 70b-on-64 --jobs 1,2                   by one and by two processes
+    python -m benchmarks.search_reach 70b-on-64 --jobs 1,2 --runs 5          the whole command, with its imports
+    python -m benchmarks.search_reach 70b-on-64 --without-numba              where numba is not installed
     python -m benchmarks.search_reach 13b-on-8 --enumerate 60 --calculon DIR   beside enumerations
 
 A question that does not end within the limit prints what it has done by then. Each runs in a process of its own.
+``--runs N`` runs ``memo-sim what-if`` N times instead, and prints the median seconds.
 
 ``--enumerate N`` also evaluates the candidates of evenly spaced layouts, about N, without pruning. ``--calculon`` names
 a checkout of github.com/calculon-ai/calculon, a public tool that evaluates closed formulas. It enumerates its own
@@ -21,6 +24,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -30,8 +34,9 @@ from pathlib import Path
 
 from memo_sim.answers.what_if import exact_ranks
 from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.cycles import look_seldom
 from memo_sim.planning.outcome import SearchResult
-from memo_sim.planning.processes import processes
+from memo_sim.planning.processes import command_processes
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import search
 from memo_sim.planning.space import Space
@@ -99,14 +104,17 @@ def question_of(name: str) -> Question:
 
 @dataclass(frozen=True)
 class Took:
-    """Seconds of a search: of the clock, of its CPU in all processes; and its candidates."""
+    """Seconds of a search: of the clock, of its CPU in all processes; and its candidates, where they were counted."""
 
     wall_s: float
     cpu_s: float
-    candidates: int
+    candidates: int = 0
 
 
-def _ask(name: str, limit_s: int, jobs: int, told: Connection) -> None:
+def _ask(name: str, limit_s: int, jobs: int, without_numba: bool, told: Connection) -> None:
+    if without_numba:
+        sys.modules["numba"] = None  # type: ignore[assignment]
+    look_seldom()
     question = question_of(name)
     seen = [0, 0]
 
@@ -121,7 +129,7 @@ def _ask(name: str, limit_s: int, jobs: int, told: Connection) -> None:
     wall, cpu = time.perf_counter(), _cpu_s()
     found: SearchResult | None = None
     others: list[int] = []
-    with processes(jobs):
+    with command_processes(jobs):
         try:
             found = search(question, keep=exact_ranks(question, 1), siblings=True, progress=progress)
         except KeyboardInterrupt:  # the compiled loop raises one of its own
@@ -142,6 +150,31 @@ def _ask(name: str, limit_s: int, jobs: int, told: Connection) -> None:
         f" best step {step_s} s\n"
     )
     told.send(Took(wall_s, cpu_s, count))
+
+
+WHOLE_COMMAND = "from memo_sim.cli import main; main()"
+WITHOUT_NUMBA = "import sys; sys.modules['numba'] = None; from memo_sim.cli import main; main()"
+
+
+def _whole_command(name: str, jobs: int, runs: int, *, without_numba: bool) -> Took:
+    """Return the median seconds of ``memo-sim what-if`` in fresh processes, with imports and what it prints."""
+    asked = QUESTIONS[name]
+    words = ["what-if", asked.model, "--cluster", asked.cluster, "--seq-len", asked.seq_tokens]
+    words += ["--global-batch", asked.global_batch, "--system", asked.system, "--top", 1, "--jobs", jobs]
+    code = WITHOUT_NUMBA if without_numba else WHOLE_COMMAND
+    wall_s, cpu_s = list[float](), list[float]()
+    for _ in range(runs):
+        wall, cpu = time.perf_counter(), _cpu_s()
+        subprocess.run([sys.executable, "-c", code, *map(str, words)], stdout=subprocess.DEVNULL, check=True)
+        wall_s.append(time.perf_counter() - wall)
+        cpu_s.append(_cpu_s() - cpu)
+    took = Took(statistics.median(wall_s), statistics.median(cpu_s))
+    sys.stdout.write(
+        f"{name}: the whole command, {jobs} process{'es' if jobs > 1 else ''}, median of {runs}: {took.wall_s:.2f} s"
+        f" ({took.cpu_s:.2f} s CPU), from {min(wall_s):.2f} to {max(wall_s):.2f} s"
+        f" ({min(cpu_s):.2f} to {max(cpu_s):.2f} s CPU)\n"
+    )
+    return took
 
 
 def _cpu_s() -> float:
@@ -241,14 +274,24 @@ def main() -> None:
     parser.add_argument("names", nargs="*", choices=[*QUESTIONS, []], default=[])
     parser.add_argument("--limit", type=int, default=300, help="seconds for each question")
     parser.add_argument("--jobs", default="1", help="numbers of processes, joined by commas")
+    parser.add_argument("--runs", type=int, default=0, help="run the whole command so often instead, for its median")
+    parser.add_argument("--without-numba", action="store_true", help="as where numba is not installed")
     parser.add_argument("--enumerate", type=int, default=0, help="evaluate so many candidates without pruning, too")
     parser.add_argument("--calculon", help="a checkout of github.com/calculon-ai/calculon")
     options = parser.parse_args()
+    if options.runs and (options.enumerate or options.calculon):
+        parser.error("--runs measures whole commands: --enumerate and --calculon are beside a search alone")
     jobs = [int(text) for text in options.jobs.split(",")]
     for name in options.names or QUESTIONS:
         sys.stdout.write(f"{name}: load {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs\n")
         sys.stdout.flush()
-        took = {each: _in_a_process(_ask, name, options.limit, each) for each in jobs}
+        took: dict[int, Took | None]
+        if options.runs:
+            took = {
+                each: _whole_command(name, each, options.runs, without_numba=options.without_numba) for each in jobs
+            }
+        else:
+            took = {each: _in_a_process(_ask, name, options.limit, each, options.without_numba) for each in jobs}
         first = took[jobs[0]]
         beside = {f"{each} processes": one for each, one in took.items() if each != jobs[0]}
         for kind, one in beside.items():

@@ -26,13 +26,12 @@ from memo_sim.answers import more_memory, named_values, sweep_file
 from memo_sim.answers import plan_memory as memory_answer
 from memo_sim.answers import shortage as shortage_answer
 from memo_sim.answers import sweep as sweep_answer
-from memo_sim.answers import what_if as what_if_answer
 from memo_sim.answers.several_clusters import several_clusters
 from memo_sim.contract import codec
 from memo_sim.contract.catalog import load_cluster
 from memo_sim.contract.comparison import Comparison
 from memo_sim.contract.datasheet import is_datasheet
-from memo_sim.contract.errors import Infeasible, UsageError
+from memo_sim.contract.errors import UsageError
 from memo_sim.contract.gpu_kind import GpuKind, load_gpu_kinds
 from memo_sim.contract.interchange import FrameworkName, Launcher, ReadFrameworkName
 from memo_sim.contract.knobs import ARGUMENTS, OF_A_LONG_RUN
@@ -50,6 +49,7 @@ from memo_sim.planning.kernels_elsewhere import kernels_elsewhere
 from memo_sim.planning.plan_question import question_of_plan
 from memo_sim.planning.processes import processes
 from memo_sim.planning.question import Question
+from memo_sim.results.answered import answered, priced
 from memo_sim.results.interchange import DoctorResult, ExportResult, ImportResult
 from memo_sim.results.memory import MemoryResult, OomResult
 from memo_sim.results.planned import ClustersResult, GpusResult, LongestResult, WhatIfResult
@@ -764,60 +764,6 @@ def validate(
     found = predicted(rows, progress=progress, jobs=jobs)
     check_evaluated(found)
     return ValidationResult(found, _call("validate", {"cases": cases, "source": source, "system": system}))
-
-
-def answered(
-    question: Question,
-    *,
-    top: int = 10,
-    pareto: bool = False,
-    one_more_gib: bool = False,
-    price_per_gpu_hour: float | None = None,
-    jobs: int = 1,
-    progress: Progress | None = None,
-    command: str = "",
-) -> WhatIfResult:
-    """Return the answer to a question, searched by ``jobs`` processes.
-
-    ``command`` is what the plan's file says that made it.
-
-    Raises:
-        UsageError: when pinned knobs contradict each other or the cluster.
-    """
-    if top < 1:
-        raise UsageError("not a number of plans", got=top, wanted="from 1")
-    named_values.number("price_per_gpu_hour", price_per_gpu_hour, *named_values.PRICES)
-    wanted: dict[str, Any] = {"top": top, "pareto": pareto, "price_per_device_hour": price_per_gpu_hour}
-    with processes(jobs):
-        try:
-            answer = what_if_answer.what_if(question, **wanted, progress=progress)
-        except Infeasible as error:
-            return WhatIfResult(question, what_if_answer.without_answer(question, error), None, command, error)
-        if one_more_gib:
-            answer = more_memory.with_what_more_buys(question, answer)
-    return WhatIfResult(question, answer.result, answer, command)
-
-
-def priced(
-    plan: Plan,
-    question: Question,
-    *,
-    where: Plan | PathLike,
-    price_per_gpu_hour: float | None = None,
-    command: str = "",
-) -> WhatIfResult:
-    """Return the answer for a plan as the only candidate; ``where`` names its file.
-
-    Raises:
-        BadInput: when the plan cannot be played.
-    """
-    named_values.number("price_per_gpu_hour", price_per_gpu_hour, *named_values.PRICES)
-    try:
-        with codec.of_file("the plan" if isinstance(where, Plan) else Path(where)):
-            answer = what_if_answer.price(plan, question, price_per_device_hour=price_per_gpu_hour)
-    except Infeasible as error:
-        return WhatIfResult(question, what_if_answer.without_answer(question, error), None, command, error, plan)
-    return WhatIfResult(question, answer.result, answer, command, given=plan)
 
 
 def longest_of(

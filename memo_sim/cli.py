@@ -6,7 +6,6 @@ inside the command that needs it.
 
 from __future__ import annotations
 
-import gc
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from memo_sim.commands.doctor import doctor_command
 from memo_sim.commands.interchange import GIVEN, export_command, import_command
 from memo_sim.commands.sweep import sweep_command
 from memo_sim.commands.understand import compare_command, explain_command, oom_command
+from memo_sim.contract.cycles import look_seldom
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.knobs import MEMORY_GIB
 from memo_sim.question_options import (
@@ -49,13 +49,9 @@ from memo_sim.views.command_line import (
 from memo_sim.views.stage_numbers import from_one
 
 if TYPE_CHECKING:
-    from memo_sim.api import WhatIfResult
     from memo_sim.contract.plan import Plan
     from memo_sim.planning.question import Question
-
-COLLECTED_AFTER = 50_000
-"""New objects after which Python looks for cycles. A lowering makes thousands, and none: looking as often as Python
-does unasked is a tenth of a search's time."""
+    from memo_sim.results.planned import WhatIfResult
 
 
 @click.group(cls=Commands, context_settings=SETTINGS)
@@ -122,7 +118,7 @@ def what_if_command(**options: Any) -> None:
 
     MODEL is a preset, a memo.model/1 file, or a Hugging Face config.json or its folder.
     """
-    from memo_sim.views.tables import answer_text
+    from memo_sim.views.answer_text import answer_text
 
     if options["cluster"] and len(names_in(options["cluster"])) > 1 and options["from_datasheet"] is None:
         compare_clusters(options, _ask)
@@ -165,14 +161,16 @@ def longest_command(*, step: str, max_step_s: float | None, one_more_gib: bool, 
     """
     from memo_sim.api import longest_of
     from memo_sim.contract.units import parse_tokens
-    from memo_sim.views.tables import longest_text
+    from memo_sim.planning.processes import command_processes
+    from memo_sim.views.answer_text import longest_text
 
     parse_tokens(step, option="--step")
     outputs, _, question = asked({**options, "plan_path": None, "seq_len": step}, fill=False)
     (price,) = prices_of(options, [question.cluster.name])
     wanted: Options = {"step": step, "max_step_s": max_step_s, "one_more_gib": one_more_gib}
-    wanted |= {"jobs": options["jobs"], "price_per_gpu_hour": price, "command": command_line("memo-sim")}
-    found = with_progress("lengths", lambda tell: longest_of(question, **wanted, progress=tell))
+    wanted |= {"price_per_gpu_hour": price, "command": command_line("memo-sim")}
+    with command_processes(options["jobs"]):
+        found = with_progress("lengths", lambda tell: longest_of(question, **wanted, progress=tell))
     if found.at_longest is not None:
         found.at_longest.write(replace(outputs, report=None))
     if outputs.report is not None:
@@ -188,16 +186,18 @@ def longest_command(*, step: str, max_step_s: float | None, one_more_gib: bool, 
 
 
 def _ask(plan: Plan | None, question: Question, options: Options, price: float | None) -> WhatIfResult:
-    from memo_sim.api import answered, priced
+    from memo_sim.planning.processes import command_processes
+    from memo_sim.results.answered import answered, priced
 
     command = command_line("memo-sim")
     if plan is not None:
         where = options["plan_path"] or options["job_paths"][0]
         return priced(plan, question, where=where, price_per_gpu_hour=price, command=command)
     top = options["top"] or (IN_JSON if options["as_json"] or options["report"] else IN_TEXT)
-    wanted: Options = {name: options[name] for name in ("pareto", "one_more_gib", "jobs")}
+    wanted: Options = {name: options[name] for name in ("pareto", "one_more_gib")}
     wanted |= {"top": top, "price_per_gpu_hour": price, "command": command}
-    return with_progress("plans", lambda tell: answered(question, **wanted, progress=tell))
+    with command_processes(options["jobs"]):
+        return with_progress("plans", lambda tell: answered(question, **wanted, progress=tell))
 
 
 @cli.command("validate")
@@ -229,7 +229,8 @@ def validate_command(cases: str | None, report: Path | None, *, every: bool, acc
     from memo_sim.validation.validate import check_error, check_evaluated, validate
     from memo_sim.views.report.page import SUFFIX, check_page, write_page
     from memo_sim.views.report.validation import validation_page
-    from memo_sim.views.tables import validation_report, validation_table
+    from memo_sim.views.validation_report import validation_report
+    from memo_sim.views.validation_table import validation_table
 
     if every == (cases is not None):
         raise UsageError("validate needs either a case file or --all", hint="memo-sim list cases")
@@ -287,7 +288,7 @@ def fit_command(cases: str, constant: str, system: str | None, chosen: tuple[str
     """
     from memo_sim.validation.cases import load_cases
     from memo_sim.validation.fit import find_constant, fit
-    from memo_sim.views.tables import fit_table
+    from memo_sim.views.fit_table import fit_table
 
     rows = [c for c in load_cases(cases) if system in (None, c.question.system)]
     report = with_progress("fits", lambda tell: fit(find_constant(constant), rows, chosen, progress=tell, **values))
@@ -307,8 +308,9 @@ def figure_command(name: str, output: str | None, *, as_json: bool) -> None:
     from memo_sim.contract.codec import encode
     from memo_sim.papers.figures import figure
     from memo_sim.papers.memo import TABLES, published
-    from memo_sim.views.chart import check_chart, draw_chart
-    from memo_sim.views.tables import chart_table, published_table, summary_table
+    from memo_sim.views.chart import chart_table, check_chart, draw_chart
+    from memo_sim.views.published_table import published_table
+    from memo_sim.views.validation_table import summary_table
 
     if name in TABLES:
         if output:
@@ -396,7 +398,7 @@ def plan_memory_command(path: str, output: Path | None, plot: Path | None, *, as
     """
     from memo_sim.answers.plan_memory import check_outputs, write_files
     from memo_sim.api import plan_memory
-    from memo_sim.views.tables import placement_report
+    from memo_sim.views.placement_table import placement_report
 
     check_outputs(output, plot, read=Path(path))
     found = plan_memory(path, **options)
@@ -432,7 +434,7 @@ def _fail(text: str, code: int, error: BaseException) -> NoReturn:
 
 def main() -> None:
     """Run the command line; every expected failure becomes its message and exit code."""
-    gc.set_threshold(COLLECTED_AFTER)
+    look_seldom()
     run_commands(cli, "memo-sim", _fail)
 
 

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
+from memo_sim.contract.cycles import look_seldom
+
 # Before torch or numpy starts its threads, and for the processes that tests start: what tests play is small, and
 # threads that spin for one another make them slow beside other work.
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -25,7 +27,7 @@ def pytest_collection_finish() -> None:
     """Leave what collection made to no later garbage collection: modules and thousands of tests, 0.3 s each time."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000)  # as memo-sim's own commands do
+    look_seldom()
 
 
 @pytest.fixture(autouse=True)

@@ -36,7 +36,7 @@ from memo_sim.contract.model import Model
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.sweep import Failure, Named, SweepLine
 from memo_sim.planning.default_batch import with_filling_batch
-from memo_sim.planning.processes import ended_by_errors, process_executor, without_main
+from memo_sim.planning.processes import ended_by_errors, process_executor, usable_cpus, without_main
 from memo_sim.planning.question import Question
 
 MOST_TRIES = 2
@@ -228,11 +228,6 @@ def _asked(questions: Iterable[Values]) -> Iterator[Asked]:
         except MemoError as error:
             where = f"question {number}" + (f", {error.where}" if error.where else "")
             raise type(error)(error.what, where=where, got=error.got, wanted=error.wanted, hint=error.hint) from None
-
-
-def usable_cpus() -> int:
-    """Return how many CPUs this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass

@@ -41,7 +41,6 @@ from memo_sim.reasons.runner_up import Closeness
 from memo_sim.validation.intervals import LEVEL, setting_of, shipped_spread, step_interval, without_interval
 from memo_sim.views.pictures import FORMATS
 from memo_sim.views.plan_table import step_line
-from memo_sim.views.report.page import check_page
 
 LEAST_EXACT = 3
 """How many ranks are exact at least: the best plan, the runner-up, and one more in case the best one's arena does not
@@ -103,6 +102,8 @@ class Outputs:
         if self.picture is not None and self.picture.suffix not in FORMATS:
             raise UsageError("unknown picture format", got=str(self.picture), wanted=", ".join(FORMATS))
         if self.report is not None:
+            from memo_sim.views.report.page import check_page
+
             check_page(self.report)
         if self.plan is not None and self.plan.suffix != ".json":
             raise UsageError("a plan is a JSON file", got=str(self.plan), wanted="a name that ends in .json")

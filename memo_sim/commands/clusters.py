@@ -159,6 +159,7 @@ def gpus_command(**options: Any) -> None:
     from memo_sim.answers.what_if import Outputs
     from memo_sim.api import gpus_of
     from memo_sim.contract.catalog import model_file, profile_path
+    from memo_sim.planning.processes import command_processes
 
     kinds = gpu_kinds(options)
     names = names_in(options["cluster"]) if options["cluster"] else []
@@ -167,10 +168,10 @@ def gpus_command(**options: Any) -> None:
     outputs = Outputs(plan=options["output"], report=options["report"], read=read)
     outputs.check()
     limits = Options(within=options["within"], most_gpus=options["most_gpus"], command=command_line("memo-sim"))
-    limits["jobs"] = options["jobs"]
     limits["prices"] = prices_of(options, [kind.name for kind in kinds])
     questions = [(kind, question_on(options, kind.cluster, kind.hardware, fill=False)) for kind in kinds]
-    found = with_progress("gpus", lambda tell: gpus_of(questions, **limits, progress=tell), told="numbers of GPUs")
+    with command_processes(options["jobs"]):
+        found = with_progress("gpus", lambda tell: gpus_of(questions, **limits, progress=tell), told="numbers of GPUs")
     if found.at_chosen is not None:
         found.at_chosen.write(replace(outputs, report=None))
     if outputs.report is not None:

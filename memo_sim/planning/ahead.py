@@ -12,14 +12,17 @@ that are not known. So its answer is the same to the last byte for every number 
 that turn out to be pruned are left out of it.
 
 Candidates whose bounds lose to the best plans so far are not given to processes, and are taken back from them.
+
+Where a search begins with work on many layouts, other processes do parts of that, too: ``divided``.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.planning.outcome import Key
@@ -30,20 +33,25 @@ QUEUE = 3
 NEXT = 8
 """Candidates for each process that count as the next ones."""
 
+PARTS = 2
+"""Parts of divided work that a process has at once."""
+
 OUTCOME = "outcome"
-"""Name of what a task yields last."""
+"""Name of what a task yields last about a candidate."""
 
 Number = tuple[int, int]
 Entry = tuple[Key, Number, Any]
-"""What a search has to look at: its least key, its number, and a candidate with its bounds, or something else."""
+"""What a search has to look at: its least key, its number, and a candidate or layout with its bounds."""
+Part = TypeVar("Part")
+Result = TypeVar("Result")
 
 
 class Bounded(Protocol):
-    """A candidate with lower bounds."""
+    """A candidate or layout with lower bounds."""
 
     @property
     def least_key(self) -> Key:
-        """No outcome of the candidate ranks before this key."""
+        """No outcome of it ranks before this key."""
 
 
 class Searching(Protocol):
@@ -58,10 +66,10 @@ class Searching(Protocol):
         """Return the largest key of a candidate that may matter."""
 
     def next_name(self, one: Any) -> Hashable:
-        """Return the name of a candidate's next bounds, with what they depend on; empty where there are none."""
+        """Return the name of the next bounds, with what they depend on; empty where there are none."""
 
-    def offered(self, one: Any, last: Key) -> Offer:
-        """Return a candidate as a task that ends where its bounds pass ``last``."""
+    def offered(self, one: Any, last: Key) -> Offer | None:
+        """Return what is next as a task that ends where its bounds pass ``last``; None where the search does it."""
 
     def beside_itself(self, *arguments: Any) -> Iterator[tuple[Hashable, Any]]:
         """Do a task in this process, without a change to the search."""
@@ -105,14 +113,20 @@ class Ahead:
     """
 
     def __init__(
-        self, team: Team, search: Searching, *, begin: tuple[Task, tuple[object, ...]], task: Task, taken: type
+        self,
+        team: Team,
+        search: Searching,
+        *,
+        begin: tuple[Task, tuple[object, ...]],
+        kept: dict[str, Any],
+        task: Task,
     ) -> None:
-        """``begin``: the first task of a process, with its arguments. ``taken``: the type of what tasks are about."""
+        """``begin``: the first task of a process, with its arguments. It makes ``kept``, which a forked one has."""
         self._team = team
         self._search = search
         self._begin = begin
+        self._kept = kept
         self._task = task
-        self._taken = taken
         self._told: set[Helper] = set()
         self._known: dict[Number, _Known] = {}
         self._begun: dict[int, _Begun] = {}
@@ -120,7 +134,7 @@ class Ahead:
     def give(self) -> None:
         """Give the next candidates to processes that have room for tasks."""
         self._receive(block=False)
-        helpers = self._team.helpers(self._task.__module__)
+        helpers = self._helpers()
         if not any(len(helper.tasks) < QUEUE for helper in helpers):
             return
         most = self._search.limit_key()
@@ -131,12 +145,66 @@ class Ahead:
             helper = min(helpers, key=lambda each: len(each.tasks), default=None)
             if helper is None or len(helper.tasks) >= QUEUE:
                 return
-            if helper not in self._told:
-                self._told.add(helper)
+            given = self._given(helper, self._task, *made.arguments)
+            if given is not None:
+                self._begun[given] = _Begun(number, one.least_key, helper, made.plays)
+
+    def divided(self, task: Task, here: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:
+        """Return the result of each part of some work, of which other processes do what they can: the last ones.
+
+        ``task`` yields the result that ``here`` returns.
+        """
+        found: dict[int, Result] = {}
+        left, begun = deque(range(len(parts))), dict[int, tuple[int, Helper]]()
+        while left or begun:
+            if found:  # the first part fills caches that forked processes then have
+                self._give_parts(task, parts, left, begun)
+            if not left:
+                self._take_parts_back(left, begun)
+            if left:
+                place = left.popleft()
+                found[place] = here(parts[place])
+            for message in self._team.messages(block=not left and bool(begun)):
+                if message.name not in begun:
+                    self._note(message)
+                elif message.kind is Kind.PART:
+                    found[begun[message.name][0]] = message.part
+                else:
+                    place, _ = begun.pop(message.name)
+                    left.extend([] if place in found else [place])  # the process has failed
+        return [found[place] for place in range(len(parts))]
+
+    def _give_parts(
+        self, task: Task, parts: Sequence[object], left: deque[int], begun: dict[int, tuple[int, Helper]]
+    ) -> None:
+        """Give parts of divided work to processes that have room for tasks; one is left for this process."""
+        for helper in self._helpers():
+            while len(left) > 1 and len(helper.tasks) < PARTS:
+                name = self._given(helper, task, parts[left[-1]])
+                if name is None:
+                    break
+                begun[name] = left.pop(), helper
+
+    @staticmethod
+    def _take_parts_back(left: deque[int], begun: dict[int, tuple[int, Helper]]) -> None:
+        """Take back the parts of divided work that no process has begun."""
+        for name, (place, helper) in list(begun.items()):
+            if helper.tasks and helper.tasks[0] != name:
+                helper.drop(name)
+                left.append(place)
+                del begun[name]
+
+    def _helpers(self) -> list[Helper]:
+        return self._team.helpers(self._task.__module__, self._kept)
+
+    def _given(self, helper: Helper, task: Task, *arguments: object) -> int | None:
+        """Give a task to a process, after this search's first one; return its name, or None where it has died."""
+        if helper not in self._told:
+            self._told.add(helper)
+            if helper.kept is not self._kept:
                 helper.give(self._team.next_name(), self._begin[0], *self._begin[1])
-            name = self._team.next_name()
-            if helper.give(name, self._task, *made.arguments):
-                self._begun[name] = _Begun(number, one.least_key, helper, made.plays)
+        name = self._team.next_name()
+        return name if helper.give(name, task, *arguments) else None
 
     def _offers(self, most: Key) -> Iterator[tuple[Number, Bounded, Offer]]:
         """Yield the next candidates that no process is at; none plays what another one plays.
@@ -148,22 +216,20 @@ class Ahead:
         played = {plan for begun in self._begun.values() for plan in begun.plays}.union(self._search.at)
         busy = {begun.number for begun in self._begun.values()}
         for number, one in reversed(found):
+            if number in busy:
+                continue
             made = self._search.offered(one, last)
-            if number not in busy and played.isdisjoint(made.plays):
+            if made is not None and played.isdisjoint(made.plays):
                 played.update(made.plays)
                 yield number, one, made
 
     def _next(self, most: Key, count: int) -> tuple[list[tuple[Number, Any]], Key]:
         """Return the next candidates that are not known, and the key that the last of the next ones has."""
         found, last = list[tuple[Number, Any]](), most
-        seen = 0
-        for key, number, one in _in_order(self._search.waiting):
+        for seen, (key, number, one) in enumerate(_in_order(self._search.waiting)):
             if key > most or seen == count:
                 last = min(most, key)
                 break
-            if not isinstance(one, self._taken):
-                continue
-            seen += 1
             known = self._known.get(number)
             if known is None:
                 found.append((number, one))

@@ -54,8 +54,14 @@ class BoundedLayout:
     """A layout whose candidates are not made."""
 
     layout: Layout
+    least_key: Key
+    """No outcome of the layout ranks before this key."""
     with_waits: bool = False
-    """Whether its least key counts collectives and waits; it gets no higher."""
+    """Whether the key counts collectives and waits; it gets no higher."""
+
+    def next_name(self, _: float) -> Hashable:
+        """Return the name of the next bounds; empty where there are none."""
+        return "" if self.with_waits else "waits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +80,13 @@ class Bounded:
         return LEAST if self.bound is None else _least_key(self.bound, self.shortfall_bytes)
 
     def next_name(self, limit_s: float) -> Hashable:
-        """Return the name of the next bounds, with what they depend on beside the candidate."""
-        return (self.next_bound, limit_s) if self.next_bound == "alone" else self.next_bound
+        """Return the name of the next bounds, with what they depend on beside the candidate.
+
+        One stage is played against longer and longer times, each from the bounds before it.
+        """
+        if self.next_bound == "alone" and self.bound is not None:
+            return self.next_bound, limit_s, self.bound.step_s
+        return self.next_bound
 
 
 def _higher(one: LowerBound, other: LowerBound) -> LowerBound:
@@ -104,7 +115,18 @@ class CandidateBounds:
     def _policies(self) -> tuple[Policy, ...]:
         return policies(self._question)
 
-    def least_key_of_layout(self, space: Space, layout: Layout, *, waits: bool) -> Key:
+    def layout(self, space: Space, layout: Layout) -> BoundedLayout:
+        """Return a layout with its first bounds, from states and the compute lane."""
+        key = self._least_key_of_layout(space, layout, waits=False)
+        # Where nothing is known, waits tell nothing either.
+        return BoundedLayout(layout, key, with_waits=key == LEAST)
+
+    def tightened_layout(self, space: Space, one: BoundedLayout) -> BoundedLayout:
+        """Return a layout with bounds that count collectives and waits."""
+        key = self._least_key_of_layout(space, one.layout, waits=True)
+        return BoundedLayout(one.layout, max(key, one.least_key), with_waits=True)
+
+    def _least_key_of_layout(self, space: Space, layout: Layout, *, waits: bool) -> Key:
         """Return a key that no outcome on the layout ranks before; the least of all where it cannot be lowered.
 
         ``waits``: see ``LowerBounds.beside_s``.

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memo_sim.contract.plan import Decisions, Prediction
+from memo_sim.contract.plan import Decisions, Layout, Prediction
 from memo_sim.planning.ahead import OUTCOME
 from memo_sim.planning.aims import Aims
-from memo_sim.planning.bounded_candidates import Bounded, CandidateBounds
+from memo_sim.planning.bounded_candidates import Bounded, BoundedLayout, CandidateBounds
 from memo_sim.planning.evaluation import Evaluation
 from memo_sim.planning.few_layers import Passes
 from memo_sim.planning.outcome import Evaluated, Key
 from memo_sim.planning.plays import Plays, play_beside
+from memo_sim.planning.presets import Policy
 from memo_sim.planning.question import Question
 from memo_sim.planning.rivals import Rivals
+from memo_sim.planning.space import Space
 
 
 @dataclass(frozen=True, slots=True)
 class Needed:
-    """What a process needs to know to examine a candidate."""
+    """What a process needs to know to examine a candidate or layout."""
 
     last: Key
     """Where the candidate's bounds pass this key, the examination ends."""
     limit_s: float
     """Step seconds of the last of the best plans so far (``Ranking.limit_s``)."""
     rivals: Rivals
+    """Of a candidate."""
     known: dict[Decisions, Prediction]
     """Plans that need not be played again."""
     compiled: bool
@@ -45,7 +48,10 @@ class Examination:
     """The bounds, plays and evaluation of one question's candidates."""
 
     def __init__(self, question: Question, aims: Aims, passes: Passes | None = None) -> None:
+        """``passes``: those of an earlier search on the same devices (``LowerBounds``)."""
         self.question = question
+        self.space: Space | None = None
+        """Where the layouts are from."""
         self.bounds = CandidateBounds(question, passes, front=aims.front)
         self.plays = Plays(question)
         self.evaluation = Evaluation(question, self.bounds.of_plans, self.plays, aims)
@@ -55,13 +61,29 @@ class Examination:
         """The passes that were lowered for bounds."""
         return self.bounds.of_plans.passes
 
-    def parts(self, one: Bounded, needed: Needed) -> Iterator[tuple[Hashable, Bounded | Found]]:
-        """Yield a candidate with each of its tighter bounds, by their names, and then what its evaluation found."""
-        while one.next_bound and one.least_key <= needed.last:
-            name = one.next_name(needed.limit_s)
-            one = self.bounds.tightened(one, needed.limit_s)
+    def layouts(self, found: Sequence[Layout]) -> list[BoundedLayout]:
+        """Return layouts with their first bounds."""
+        assert self.space is not None
+        return [self.bounds.layout(self.space, layout) for layout in found]
+
+    def tightened(self, one: Bounded | BoundedLayout, limit_s: float) -> Bounded | BoundedLayout:
+        """Return a candidate or layout with its next tighter bounds (``CandidateBounds.tightened``)."""
+        if isinstance(one, Bounded):
+            return self.bounds.tightened(one, limit_s)
+        assert self.space is not None
+        return self.bounds.tightened_layout(self.space, one)
+
+    def parts(
+        self, one: Bounded | BoundedLayout, needed: Needed
+    ) -> Iterator[tuple[Hashable, Bounded | BoundedLayout | Found]]:
+        """Yield a candidate with each of its tighter bounds, by their names, and then what its evaluation found.
+
+        A layout ends with its bounds: opening it is the search's.
+        """
+        while (name := one.next_name(needed.limit_s)) and one.least_key <= needed.last:
+            one = self.tightened(one, needed.limit_s)
             yield name, one
-        if one.next_bound or one.least_key > needed.last:
+        if isinstance(one, BoundedLayout) or one.least_key > needed.last:
             return
         self.plays.known.update(needed.known)
         with self.plays.apart() as used:
@@ -69,14 +91,17 @@ class Examination:
         yield OUTCOME, Found(outcome, {plan: self.plays.known[plan] for plan in used})
 
 
-def begin(here: dict[str, Any], question: Question, aims: Aims, goes_on: bool) -> Iterator[object]:
+def begin(
+    here: dict[str, Any], question: Question, aims: Aims, policies: tuple[Policy, ...], goes_on: bool
+) -> Iterator[object]:
     """Begin to examine candidates of a question in another process.
 
     ``goes_on``: whether the search uses the passes of an earlier one, as it then does there.
     """
     before: Examination | None = here.pop("examination", None)
     passes = before.passes if goes_on and before is not None and _same_devices(before.question, question) else None
-    here["examination"] = Examination(question, aims, passes)
+    here["examination"] = made = Examination(question, aims, passes)
+    made.space = Space(question, policies)
     return iter(())
 
 
@@ -85,9 +110,15 @@ def _same_devices(question: Question, other: Question) -> bool:
     return question.hardware == other.hardware and question.cluster == other.cluster
 
 
-def examine(here: dict[str, Any], one: Bounded, needed: Needed) -> Iterator[tuple[Hashable, object]]:
-    """Examine a candidate in another process."""
+def bound_layouts(here: dict[str, Any], found: Sequence[Layout]) -> Iterator[list[BoundedLayout]]:
+    """Compute the first bounds of layouts in another process."""
     examination: Examination = here["examination"]
-    examination.plays.fastest = None
+    yield examination.layouts(found)
+
+
+def examine(here: dict[str, Any], one: Bounded | BoundedLayout, needed: Needed) -> Iterator[tuple[Hashable, object]]:
+    """Examine a candidate or layout in another process."""
+    examination: Examination = here["examination"]
+    examination.plays.stand_aside()
     play_beside(compiled=needed.compiled)
     return examination.parts(one, needed)

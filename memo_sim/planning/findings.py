@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import replace
 
-from memo_sim.contract.plan import Decisions
+from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.planning.ahead import Ahead, Number, Offer
 from memo_sim.planning.aims import Aims
 from memo_sim.planning.bounded_candidates import Bounded, BoundedLayout
-from memo_sim.planning.examination import Examination, Found, Needed, begin, examine
+from memo_sim.planning.examination import Examination, Found, Needed, begin, bound_layouts, examine
 from memo_sim.planning.outcome import Evaluated, Key
 from memo_sim.planning.plays import is_compiled
 from memo_sim.planning.processes import Team
 from memo_sim.planning.ranking import Ranking
-from memo_sim.planning.rivals import Opened
-from memo_sim.planning.space import Candidate
+from memo_sim.planning.rivals import Opened, Rivals
+from memo_sim.planning.space import Candidate, Space
 
 Waiting = tuple[Key, Number, Bounded | BoundedLayout]
 """What may still be the best: its least key, its number, and a candidate or layout."""
+
+AT_ONCE = 32
+"""Layouts whose first bounds are one part of the work that processes share: some tens of milliseconds."""
 
 
 class Findings:
@@ -37,27 +40,39 @@ class Findings:
         self.all_matter = not aims.prune or aims.front
         """Whether what waits is evaluated whatever was found."""
 
-    def share(self, team: Team, *, goes_on: bool) -> None:
+    def share(self, team: Team, space: Space, *, goes_on: bool) -> None:
         """Let other processes work ahead. ``goes_on``: whether the search uses the passes of an earlier one."""
-        first = (begin, (self._examination.question, self._aims, goes_on))
-        self._ahead = Ahead(team, self, begin=first, task=examine, taken=Bounded)
-        self._examination.plays.between = self._ahead.give
+        examination = self._examination
+        first = (begin, (examination.question, self._aims, space.policies, goes_on))
+        self._ahead = Ahead(team, self, begin=first, kept={"examination": examination}, task=examine)
+        examination.plays.between = self._ahead.give
 
     def end(self) -> None:
         """Take back what other processes have not begun."""
         if self._ahead:
             self._ahead.end()
 
-    def tightened(self, number: Number, one: Bounded) -> Bounded:
-        """Return a candidate with its next tighter bounds."""
-        found: Bounded | None = None
+    def bounded_layouts(self, layouts: Sequence[Layout]) -> list[BoundedLayout]:
+        """Return layouts with their first bounds."""
+        if self._ahead is None:
+            return self._examination.layouts(layouts)
+        parts = [layouts[first : first + AT_ONCE] for first in range(0, len(layouts), AT_ONCE)]
+        found = self._ahead.divided(bound_layouts, self._examination.layouts, parts)
+        return [one for part in found for one in part]
+
+    def tightened(self, number: Number, one: Bounded | BoundedLayout) -> Bounded | BoundedLayout:
+        """Return a candidate or layout with its next tighter bounds."""
+        found: Bounded | BoundedLayout | None = None
         if self._ahead:
             self.at = ()
             self._ahead.give()
             found = self._ahead.bounded(number, one)
         if found is None:
-            return self._examination.bounds.tightened(one, self._ranking.limit_s())
-        return replace(found, candidate=one.candidate)
+            return self._examination.tightened(one, self._ranking.limit_s())
+        # What this process has is used again; the other's is equal.
+        if isinstance(found, Bounded) and isinstance(one, Bounded):
+            return replace(found, candidate=one.candidate)
+        return found
 
     def outcome(self, number: Number, candidate: Candidate) -> Evaluated | None:
         """Return the outcome of one candidate, as ``Evaluation.outcome``."""
@@ -79,12 +94,17 @@ class Findings:
         last = self._ranking.last_kept()
         return (True, True, float("inf")) if self.all_matter or last is None else last[:3]
 
-    def next_name(self, one: Bounded) -> Hashable:
-        """Return the name of a candidate's next bounds."""
+    def next_name(self, one: Bounded | BoundedLayout) -> Hashable:
+        """Return the name of the next bounds of a candidate or layout."""
         return one.next_name(self._ranking.limit_s())
 
-    def offered(self, one: Bounded, last: Key) -> Offer:
-        """Return a candidate as a task of another process, which ends where the candidate's bounds pass ``last``."""
+    def offered(self, one: Bounded | BoundedLayout, last: Key) -> Offer | None:
+        """Return a task of another process, which ends where bounds pass ``last``; None for a layout to be opened."""
+        if isinstance(one, BoundedLayout):
+            if not self.next_name(one):
+                return None
+            none = Rivals(None, None)
+            return Offer((one, Needed(last, self._ranking.limit_s(), none, known={}, compiled=is_compiled())), ())
         candidate, plays = one.candidate, self._examination.plays
         rivals = self._opened.rivals(candidate.base)
         shared = self._examination.evaluation.shared_plans(candidate, rivals)
@@ -92,8 +112,13 @@ class Findings:
         needed = Needed(last=last, limit_s=self._ranking.limit_s(), rivals=rivals, known=known, compiled=is_compiled())
         return Offer((one, needed), shared - known.keys())
 
-    def beside_itself(self, one: Bounded, needed: Needed) -> Iterator[tuple[Hashable, Bounded | Found]]:
-        """Examine a candidate in this process: only predictions and the simulation of the best plan are kept."""
+    def beside_itself(
+        self, one: Bounded | BoundedLayout, needed: Needed
+    ) -> Iterator[tuple[Hashable, Bounded | BoundedLayout | Found]]:
+        """Examine a candidate or layout in this process: only predictions and the best plan's simulation are kept."""
+        if isinstance(one, BoundedLayout):
+            yield from self._examination.parts(one, needed)
+            return
         at = self.at
         self.at = {*at, *self._examination.evaluation.shared_plans(one.candidate, needed.rivals)}
         try:

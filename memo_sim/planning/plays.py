@@ -67,6 +67,10 @@ class Plays:
         """Count plans as used that another process has played."""
         self.used.update(dict.fromkeys(used))
 
+    def stand_aside(self) -> None:
+        """Play for the search of another process: no simulation is kept, and nothing is done between plays."""
+        self.fastest, self.between = None, _nothing
+
     @contextmanager
     def apart(self) -> Iterator[dict[Decisions, None]]:
         """Give the plans that are used in this block, which are not counted with the others."""

@@ -9,11 +9,15 @@ So errors are raised where they are without other processes, and a process that 
 The others start when they first can be used. They end with the block, at once, whatever they are doing; and with this
 process, however it ends. Ctrl-C reaches this process alone.
 
+They start anew and import what they need, because a user's process may have threads. A command's process has none:
+there they are forked, so that they have what it has imported, compiled and found out by then (``may_fork``).
+
 Work that needs no search in common, such as the questions of a sweep, has a ``process_executor`` instead.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import multiprocessing
@@ -21,6 +25,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -29,12 +34,18 @@ from contextvars import ContextVar
 from enum import Enum, auto
 from itertools import count
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
+from memo_sim.contract.cycles import look_seldom
 from memo_sim.contract.errors import CannotRun, UsageError
 
 MOST_JOBS = 64
 """Largest number of processes of one search."""
+MOST_UNASKED = 4
+"""Largest number of processes of a search whose number nobody has chosen."""
+UNASKED_AFTER_S = 1.0
+"""How long such a search takes before others help: most searches have ended by then."""
 
 Task = Callable[..., Iterator[object]]
 """A function of a module. Its first argument is a dictionary that a process keeps from one task to the next."""
@@ -62,12 +73,21 @@ class Message(NamedTuple):
 class Helper:
     """One process, and the names of its tasks; the first is the one that it is at."""
 
-    def __init__(self, module: str) -> None:
-        """Start a process that imports ``module`` before its first task."""
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, module), daemon=True)
-        with without_main():
+    def __init__(self, module: str, kept: dict[str, Any] | None = None) -> None:
+        """Start a process that imports ``module`` before its first task.
+
+        With ``kept`` it is forked, and its tasks find that dictionary, as it is now.
+        """
+        self.kept = kept
+        self.connection, theirs = multiprocessing.Pipe()
+        self.process: BaseProcess
+        if kept is None:
+            anew = multiprocessing.get_context("spawn")
+            self.process = anew.Process(target=_serve, args=(theirs, module), daemon=True)
+        else:
+            copied = multiprocessing.get_context("fork")
+            self.process = copied.Process(target=_serve_forked, args=(self.connection, theirs, kept), daemon=True)
+        with without_main(), _without_interrupts():
             self.process.start()
         theirs.close()
         self.tasks: deque[int] = deque()
@@ -105,17 +125,26 @@ class Helper:
 class Team:
     """The processes that work beside this one."""
 
-    def __init__(self, others: int) -> None:
+    def __init__(self, others: int, *, forks: bool = False, after_s: float = 0.0) -> None:
+        """``forks``: whether they are forked where they may be. ``after_s``: seconds from now before they start."""
         self.others = others
+        self._forks = forks
+        self._start_s = time.monotonic() + after_s
         self._helpers: list[Helper] | None = None
         self._names = count()
 
-    def helpers(self, module: str) -> list[Helper]:
-        """Return the processes that are alive; the first call starts them, and they import ``module``."""
+    def helpers(self, module: str, kept: dict[str, Any]) -> list[Helper]:
+        """Return the processes that are alive; the first call in time starts them.
+
+        Those that are forked have ``kept`` (``Helper.kept``); the others import ``module``.
+        """
         if self._helpers is None:
+            if time.monotonic() < self._start_s:
+                return []
             self._helpers = []
+            forks = self._forks and may_fork()
             for _ in range(self.others):
-                self._helpers.append(Helper(module))
+                self._helpers.append(Helper(module, kept if forks else None))
         return self._helpers
 
     def next_name(self) -> int:
@@ -167,9 +196,42 @@ def current_team() -> Team | None:
     return _TEAM.get()
 
 
+def may_fork() -> bool:
+    """Return whether a copy of this process works: another thread may hold a lock that is never released in the copy.
+
+    The threads of numpy's matrix products, which Python does not know, end before a fork and begin again after it.
+    """
+    return sys.platform == "linux" and threading.active_count() == 1
+
+
+def usable_cpus() -> int:
+    """Return how many CPUs this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @contextmanager
-def processes(jobs: int) -> Iterator[None]:
+def command_processes(jobs: int | None) -> Iterator[None]:
+    """Let what is searched in this block of a command use ``jobs`` processes, which are forked (``may_fork``).
+
+    None: one for each CPU, up to ``MOST_UNASKED``; the others start when a search takes longer than usual.
+
+    Raises:
+        UsageError, CannotRun: see ``processes``.
+    """
+    if jobs is None:
+        several = min(usable_cpus(), MOST_UNASKED)
+        with processes(several, forks=True, after_s=UNASKED_AFTER_S):
+            yield
+    else:
+        with processes(jobs, forks=True):
+            yield
+
+
+@contextmanager
+def processes(jobs: int, *, forks: bool = False, after_s: float = 0.0) -> Iterator[None]:
     """Let what is searched in this block use ``jobs`` processes, this one included.
+
+    ``forks``, ``after_s``: see ``Team``. With one process, a block around this one decides.
 
     Raises:
         UsageError: when there cannot be so many.
@@ -182,7 +244,7 @@ def processes(jobs: int) -> Iterator[None]:
         return
     if multiprocessing.current_process().daemon:
         raise CannotRun("a daemonic process cannot start others", got=f"{jobs} processes", hint="ask with jobs=1")
-    team = Team(jobs - 1)
+    team = Team(jobs - 1, forks=forks, after_s=after_s)
     try:
         with working_with(team):
             yield
@@ -222,8 +284,22 @@ def ended_by_errors() -> Iterator[None]:
         raise
 
 
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Hold Ctrl-C back from this process until the block ends, and from one that starts here until it ignores it."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _begin_process() -> None:
     """Leave Ctrl-C to the process that asks, and end with it."""
+    look_seldom()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if parent := multiprocessing.parent_process():
 
@@ -251,10 +327,23 @@ def without_main() -> Iterator[None]:
 
 
 def _serve(connection: Connection, module: str) -> None:
-    """Do the tasks that come, in their order, until the connection ends."""
+    """Do tasks in a process that has begun anew."""
     _begin_process()
     importlib.import_module(module)
-    kept: dict[str, Any] = {}
+    _do_tasks(connection, {})
+
+
+def _serve_forked(theirs: Connection, connection: Connection, kept: dict[str, Any]) -> None:
+    """Do tasks in a copy of a process that has begun to search; ``theirs`` is the end of that process."""
+    theirs.close()
+    _begin_process()
+    _TEAM.set(None)
+    gc.freeze()  # looking for cycles among what is there from before the fork would copy its memory
+    _do_tasks(connection, kept)
+
+
+def _do_tasks(connection: Connection, kept: dict[str, Any]) -> None:
+    """Do the tasks that come, in their order, until the connection ends."""
     tasks: dict[int, tuple[Task, tuple[object, ...]]] = {}
     try:
         while True:

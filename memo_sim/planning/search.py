@@ -190,8 +190,7 @@ class _Search:
         self.ranking = Ranking(aims.keep)
         self._opened = Opened()
         self._findings = Findings(self._examination, self.ranking, self._opened, aims)
-        if team := current_team():
-            self._findings.share(team, goes_on=passes is not None)
+        self._goes_on = passes is not None
         self.chosen: Callable[[Candidate], bool] | None = None
         """The candidates to look at, when not all."""
 
@@ -211,8 +210,8 @@ class _Search:
             beyond = aims.prune and (self._found_enough() or self._cannot_matter(one, least_key))
             if isinstance(one, BoundedLayout):
                 if not (beyond or one.with_waits):
-                    key = self._examination.bounds.least_key_of_layout(space, one.layout, waits=True)
-                    heappush(waiting, (max(key, least_key), number, BoundedLayout(one.layout, with_waits=True)))
+                    bounded = self._findings.tightened(number, one)
+                    heappush(waiting, (bounded.least_key, number, bounded))
                     continue
                 every -= len(space.policies)
                 if beyond:
@@ -221,8 +220,8 @@ class _Search:
                     every += self._open(space, one.layout, number[0])
                 continue
             if one.next_bound and aims.prune and not beyond:
-                one = self._findings.tightened(number, one)
-                heappush(waiting, (one.least_key, number, one))
+                bounded = self._findings.tightened(number, one)
+                heappush(waiting, (bounded.least_key, number, bounded))
                 continue
             if beyond:
                 pruned.append((number, one.candidate))
@@ -251,14 +250,14 @@ class _Search:
 
     def _begin(self, space: Space) -> None:
         """Let all layouts wait: with their candidates, or where there are many, with lower bounds of their own."""
-        lazily = self._aims.prune and not self._aims.front and len(space.layouts) > MOST_LAYOUTS_AT_ONCE
-        for place, layout in enumerate(space.layouts):
-            if lazily:
-                key = self._examination.bounds.least_key_of_layout(space, layout, waits=False)
-                # Where nothing is known, waits tell nothing either.
-                bounded = BoundedLayout(layout, with_waits=key == LEAST)
-                heappush(self._findings.waiting, (key, (place, -1), bounded))
-            else:
+        self._examination.space = space
+        if team := current_team():
+            self._findings.share(team, space, goes_on=self._goes_on)
+        if self._aims.prune and not self._aims.front and len(space.layouts) > MOST_LAYOUTS_AT_ONCE:
+            for place, one in enumerate(self._findings.bounded_layouts(space.layouts)):
+                heappush(self._findings.waiting, (one.least_key, (place, -1), one))
+        else:
+            for place, layout in enumerate(space.layouts):
                 self._open(space, layout, place)
 
     def _open(self, space: Space, layout: Layout, number: int) -> int:

@@ -16,11 +16,11 @@ from memo_sim.contract.shortage import Shortage, WayOut
 from memo_sim.contract.units import format_bytes
 from memo_sim.views.html_table import html_table, rows_as_html
 from memo_sim.views.pictures import Picture, picture_in
+from memo_sim.views.placement_table import placement_report
 from memo_sim.views.report.page import save_page
 from memo_sim.views.report.shortage import shortage_page
 from memo_sim.views.rows import Row, buffer_rows, class_rows, struct_rows
 from memo_sim.views.shortage_table import peak_sizes, peak_title, shortage_text, shortage_verdict
-from memo_sim.views.tables import placement_report
 from memo_sim.views.typed_result import PathLike, TypedResult
 
 

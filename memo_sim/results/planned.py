@@ -6,11 +6,10 @@ from abc import abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from memo_sim.answers import what_if as what_if_answer
 from memo_sim.answers.given_plan import GivenPlan
-from memo_sim.answers.report import report_page
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.gpus import Gpus, Sized
 from memo_sim.contract.longest import Longest
@@ -26,17 +25,18 @@ from memo_sim.contract.units import GIB, format_seconds, format_tokens
 from memo_sim.engine.simulate import Simulation
 from memo_sim.planning.question import Question
 from memo_sim.program.arena.folded import unfolded
-from memo_sim.views.gpus_table import ROLES, gpus_verdict
+from memo_sim.views.answer_text import answer_text, longest_text
+from memo_sim.views.gpus_table import ROLES, gpus_table, gpus_verdict
 from memo_sim.views.html_table import html_table
 from memo_sim.views.longest_table import tried_cells
 from memo_sim.views.pictures import Picture, picture_in
 from memo_sim.views.plan_table import layout_label
-from memo_sim.views.report.longest import longest_page
-from memo_sim.views.report.page import Page, save_page
-from memo_sim.views.report.sizes import gpus_page, results_page
+from memo_sim.views.results_table import results_table
 from memo_sim.views.rows import Row, cluster_rows, kind_rows, length_rows, plan_rows, size_rows
-from memo_sim.views.tables import answer_text, gpus_table, longest_text, results_table
 from memo_sim.views.typed_result import PathLike, TypedResult
+
+if TYPE_CHECKING:
+    from memo_sim.views.report.page import Page
 
 PlotOf = Literal["timeline", "front"]
 
@@ -193,6 +193,8 @@ class WhatIfResult(TypedResult):
             UsageError: when the file cannot be written.
             CannotRun: when a package that draws the page is missing.
         """
+        from memo_sim.views.report.page import save_page
+
         save_page(lambda **told: self.page(plan), path, self.command)
 
     def as_given(self, name: str) -> GivenPlan:
@@ -217,6 +219,8 @@ class WhatIfResult(TypedResult):
 
     def page(self, plan: PathLike | None = None) -> Page:
         """Return the report as ``save_report`` writes it."""
+        from memo_sim.answers.report import report_page
+
         answer = self.answer or what_if_answer.Answer(self.document, None, None)
         best = None if answer.best is None else self.plan
         made = {"created": what_if_answer.now(), "command": self.command}
@@ -276,6 +280,8 @@ class _OfOneAnswer(TypedResult):
             UsageError: when the file cannot be written.
             CannotRun: when a package that draws the page is missing.
         """
+        from memo_sim.views.report.page import save_page
+
         at_best = None if self.best is None else self._answer.page(plan)
         save_page(partial(self._page, at_best), path, self.command)
 
@@ -349,6 +355,8 @@ class LongestResult(_OfOneAnswer):
         return self.at_longest
 
     def _page(self, at_best: Page | None, **made: str) -> Page:
+        from memo_sim.views.report.longest import longest_page
+
         return longest_page(self.document, at_best, **made)
 
     def __str__(self) -> str:
@@ -399,6 +407,8 @@ class ClustersResult(_OfOneAnswer):
         return self.answers[0]
 
     def _page(self, at_best: Page | None, **made: str) -> Page:
+        from memo_sim.views.report.sizes import results_page
+
         return results_page(self.document, at_best, **made)
 
     def __str__(self) -> str:
@@ -464,6 +474,8 @@ class GpusResult(_OfOneAnswer):
         return self.at_chosen
 
     def _page(self, at_best: Page | None, **made: str) -> Page:
+        from memo_sim.views.report.sizes import gpus_page
+
         return gpus_page(self.document, at_best, **made)
 
     def __str__(self) -> str:

@@ -16,8 +16,8 @@ from memo_sim.views.html_table import rows_as_html
 from memo_sim.views.report.page import save_page
 from memo_sim.views.report.validation import validation_page
 from memo_sim.views.rows import Row, case_rows
-from memo_sim.views.tables import validation_table
 from memo_sim.views.typed_result import PathLike, TypedResult
+from memo_sim.views.validation_table import validation_table
 
 SHOWN = ("case", "system", "status", "measured_status", "mfu", "measured_mfu", "error_mfu")
 

@@ -16,6 +16,7 @@ import click
 from click.testing import CliRunner
 
 from memo_sim.contract.errors import MemoError
+from memo_sim.planning import processes
 from tests.refusals import Expected, check_fields
 
 ROOT = Path(__file__).parents[2]
@@ -55,11 +56,15 @@ def shell(module: str, *arguments: Argument, cwd: Path | None = None) -> Done:
 
 
 def _invoke(name: str, main: Callable[[], None], arguments: tuple[Argument, ...], cwd: Path | None) -> Done:
-    """Run the whole ``main``, so that errors become messages and exit codes as they do in a shell."""
+    """Run the whole ``main``, so that errors become messages and exit codes as they do in a shell.
+
+    Unless it is asked to, it forks no processes: this one has torch's threads.
+    """
     thresholds = gc.get_threshold()
     given = mock.patch.object(sys, "argv", [name, *map(str, arguments)])
+    alone = mock.patch.object(processes, "usable_cpus", return_value=1)
     try:
-        with contextlib.chdir(cwd or Path.cwd()), given:
+        with contextlib.chdir(cwd or Path.cwd()), given, alone:
             found = CliRunner().invoke(click.Command(name, callback=main), [])
     finally:
         gc.set_threshold(*thresholds)

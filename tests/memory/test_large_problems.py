@@ -23,7 +23,7 @@ from memo_sim.memory.read_requests import read_requests
 from memo_sim.memory.reduction import put_back
 from memo_sim.memory.replay import replay
 from memo_sim.program.arena import check_placement as checker
-from memo_sim.views.tables import placement_report
+from memo_sim.views.placement_table import placement_report
 from tests.refusals import refused
 
 

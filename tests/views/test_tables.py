@@ -12,8 +12,11 @@ from memo_sim.contract.result import Result
 from memo_sim.contract.units import GIB
 from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation, Validation
 from memo_sim.views.accuracy import summarise
-from memo_sim.views.plan_table import interval_ends, layout_label, peak_table, stall_table, step_line
-from memo_sim.views.tables import comparison_table, fit_table, plans_table, text_table, validation_table
+from memo_sim.views.comparison_table import comparison_table
+from memo_sim.views.fit_table import fit_table
+from memo_sim.views.plan_table import interval_ends, layout_label, peak_table, plans_table, stall_table, step_line
+from memo_sim.views.text_table import text_table
+from memo_sim.views.validation_table import validation_table
 
 
 def plan(**changed) -> PlanRow:

@@ -107,8 +107,8 @@ class StageTemplates:
             self._slots[self._append(template)] = slots
 
     def _bound(self, template: Template, slots: list[str] | None) -> Bindings:
-        own = {family.name for family in template.own}
-        bound = [self._families.all[name] for name in template.slots if name not in own]
+        shared = [name for name, own in zip(template.slots, template.own_slots, strict=True) if not own]
+        bound = [self._families.all[name] for name in shared]
         names = slots or [family.name for family in bound]
         rules = [self._rules.of(template, slot, family) for slot, family in zip(names, bound, strict=True)]
         return Bindings(rules, self._rules.double_buffered, self._parts.micro_batches)

@@ -25,6 +25,8 @@ from memo_sim.planning.search import SearchResult, play, search
 class Slow:
     """A process that works in this one, a few steps each time that messages are asked for."""
 
+    kept = None
+
     def __init__(self) -> None:
         self.tasks: deque[int] = deque()
         self.given: dict[int, Iterator[object]] = {}
@@ -61,7 +63,7 @@ class SlowTeam(Team):
         self.lost = lost
         self.outcomes = 0
 
-    def helpers(self, module: str) -> list[Any]:
+    def helpers(self, module: str, kept: dict[str, Any]) -> list[Any]:
         return self.slow
 
     def messages(self, *, block: bool) -> Iterator[Message]:

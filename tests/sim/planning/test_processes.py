@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,8 @@ from typing import Any
 import pytest
 
 from memo_sim.contract.errors import UsageError
-from memo_sim.planning.processes import Kind, Message, Team, current_team, processes
+from memo_sim.planning import processes as beside
+from memo_sim.planning.processes import Kind, Message, Team, command_processes, current_team, processes
 from tests.refusals import refused
 
 ROOT = Path(__file__).parents[3]
@@ -45,6 +47,10 @@ def sleeps(here: dict[str, Any]) -> Iterator[int]:
     time.sleep(600)
 
 
+def is_forked(here: dict[str, Any]) -> Iterator[object]:
+    yield here.get("kept"), current_team() is None, signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
 def received(team: Team, *, until: int) -> list[Message]:
     """Return the messages up to the one that ends a task."""
     found: list[Message] = []
@@ -57,7 +63,7 @@ def test_tasks_are_done_in_their_order_and_one_that_fails_or_dies_is_lost(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     team, now = Team(1), tmp_path / "now"
-    (helper,) = team.helpers(__name__)
+    (helper,) = team.helpers(__name__, {})
     try:
         assert helper.give(0, counts_up, 2)
         assert helper.give(1, fails)
@@ -79,7 +85,7 @@ def test_tasks_are_done_in_their_order_and_one_that_fails_or_dies_is_lost(
         assert caplog.messages == [
             "a process of the search ended (signal 9); the others go on, and the answer is the same"
         ]
-        assert team.helpers(__name__) == []
+        assert team.helpers(__name__, {}) == []
         assert not helper.give(5, counts_up, 0)
         assert list(team.messages(block=False)) == []
     finally:
@@ -88,7 +94,7 @@ def test_tasks_are_done_in_their_order_and_one_that_fails_or_dies_is_lost(
 
 def test_a_task_that_has_not_begun_can_be_taken_back_and_the_end_waits_for_none() -> None:
     team = Team(1)
-    (helper,) = team.helpers(__name__)
+    (helper,) = team.helpers(__name__, {})
     try:
         helper.give(0, counts_up, 0)
         helper.give(1, counts_up, 0)
@@ -119,6 +125,47 @@ def test_a_number_of_processes_that_cannot_be() -> None:
     assert current_team() is None
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="others are forked on Linux alone")
+def test_processes_of_a_command_are_forked_with_what_is_kept_unless_there_is_a_thread() -> None:
+    for threads in (0, 1):
+        told = threading.Event()
+        waiting = [threading.Thread(target=told.wait) for _ in range(threads)]
+        for one in waiting:
+            one.start()
+        team = Team(2, forks=True)
+        try:
+            helpers = team.helpers(__name__, {"kept": [threads]})
+            for name, helper in enumerate(helpers):
+                assert helper.give(name, is_forked)
+            forked: list[object] = []
+            while len(forked) < 2:
+                forked += [one.part for one in team.messages(block=True) if one.kind is Kind.PART]
+            assert forked == [(None if threads else [0], True, True)] * 2
+            os.kill(helpers[0].process.pid or 0, signal.SIGKILL)  # the other one does not hold its connection
+            assert helpers[0].connection.poll(60)
+        finally:
+            told.set()
+            team.end()
+
+
+def test_processes_that_nobody_has_asked_for_start_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside, "usable_cpus", lambda: 1)
+    with command_processes(None):
+        assert current_team() is None
+    monkeypatch.setattr(beside, "usable_cpus", lambda: 500)
+    with command_processes(None):
+        team = current_team()
+        assert team is not None
+        assert team.others + 1 == beside.MOST_UNASKED
+        assert team.helpers(__name__, {}) == []
+    with command_processes(3):
+        team = current_team()
+        assert team is not None
+        assert team.others == 2
+        with processes(1):  # what a function of Python asks for unless told otherwise
+            assert current_team() is team
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ended", [signal.SIGINT, signal.SIGKILL])
 def test_a_command_that_is_ended_leaves_no_process_and_no_file(tmp_path: Path, ended: signal.Signals) -> None:
@@ -128,7 +175,7 @@ def test_a_command_that_is_ended_leaves_no_process_and_no_file(tmp_path: Path, e
     running = subprocess.Popen(
         [sys.executable, "-m", "memo_sim", *command], cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True
     )
-    while len(children := _processes_below(running.pid)) < 3:  # two, and multiprocessing's tracker
+    while len(children := _processes_below(running.pid)) < 2:
         assert running.poll() is None
         time.sleep(0.1)
     running.send_signal(ended)
