@@ -167,8 +167,8 @@ class LowerBounds:
     def of_one_stage(self, low: Decisions, high: Decisions, enough_s: float = inf) -> float:
         """Return a lower bound of the step seconds of the plans of ``between``, from a stage that is played alone.
 
-        Played are the stage with most to compute, whose layers copy most, too, and the last stage, which has the head,
-        until a bound reaches ``enough_s``. 0 where that gives no bound (``stage_alone.py``).
+        Played is the stage with most to compute, whose layers copy most, too; only its slices where these reach
+        ``enough_s``. 0 where that gives no bound (``stage_alone.py``).
 
         Raises:
             Infeasible: when a plan cannot be lowered, or the profile has not measured its work.
@@ -178,24 +178,17 @@ class LowerBounds:
         if low.layout.pp == 1:
             return self._alone.step_s(low, high, 0, before_s=0.0, after_s=0.0) or 0.0
         parts = self._computed_parts(kept(low))
-        around, last = self._around_stages(low, parts.layers, ()), low.layout.pp - 1
         of_stages = self._of_stages(kept(low), parts.whole, parts.layers, ())
+        stage = of_stages.index(max(of_stages))
+        around = self._around_stages(low, parts.layers, ())[stage]
         gain = self._gain_of_cuts if in_chunks(low) else 1.0  # the passes around the stage are priced whole
+        before_s, after_s = around.before_s / gain, around.after_s / gain
         found_s = 0.0
-        for stage in dict.fromkeys((of_stages.index(max(of_stages)), last)):
-            before_s, after_s = around[stage].before_s / gain, around[stage].after_s / gain
-            kernels_s = self._alone.kernels_s(low, high, stage) if enough_s < inf else None
-            if kernels_s is not None:
-                found_s = max(found_s, before_s + kernels_s + after_s)
-                if found_s >= enough_s:
-                    break
-                if low != high and found_s * MORE_ALONE < enough_s:
-                    continue
-            alone_s = self._alone.step_s(low, high, stage, before_s=before_s, after_s=after_s)
-            found_s = max(found_s, alone_s or 0.0)
-            if found_s >= enough_s:
-                break
-        return found_s
+        if enough_s < inf and (kernels_s := self._alone.kernels_s(low, high, stage)) is not None:
+            found_s = before_s + kernels_s + after_s
+            if found_s >= enough_s or (low != high and found_s * MORE_ALONE < enough_s):
+                return found_s
+        return max(found_s, self._alone.step_s(low, high, stage, before_s=before_s, after_s=after_s) or 0.0)
 
     def of_passes(self, low: Decisions, high: Decisions) -> float:
         """Return a lower bound of the step seconds of the plans of ``between``, from passes that wait for each other.

@@ -26,8 +26,10 @@ class StageTemplates:
         """``buffer_slots``: the rounding buffer of each layer's activations; empty without rounding buffers."""
         self.all: list[Template] = []
         self._numbers: dict[str, int] = {}
+        self._slots: dict[int, list[str] | None] = {}
+        """By the template's number, as given to ``_add``; helper stages bind their templates' buffers themselves."""
         self._bindings: dict[int, Bindings] = {}
-        """By the template's number; helper stages bind their templates' buffers themselves."""
+        """By the template's number, from its first instance on: bounds read templates that are never placed."""
         self._parts, self._families = parts, families
         windowed = parts.subsequences[0].activations.windowed
         self._rules = Rules(parts.stage, parts.sharding, buffer_slots, parts.kinds, windowed=windowed)
@@ -43,7 +45,10 @@ class StageTemplates:
 
     def indices(self, number: int, micro_batch: int, subsequence: int, layer: int) -> tuple[int, ...]:
         """Return the buffers that an instance of template ``number`` binds; ``layer`` as in ``bindings.py``."""
-        return self._bindings[number].indices(micro_batch, subsequence, layer)
+        bindings = self._bindings.get(number)
+        if bindings is None:
+            bindings = self._bindings[number] = self._bound(self.all[number], self._slots[number])
+        return bindings.indices(micro_batch, subsequence, layer)
 
     def _add_all(self) -> None:
         parts, every = self._parts, self._families.of_subsequences()
@@ -98,11 +103,12 @@ class StageTemplates:
 
     def _add(self, template: Template | None, slots: list[str] | None = None) -> None:
         """Add a template; ``slots``: names of the slots that instances bind, if not their families' names."""
-        if template is None:
-            return
-        number = self._append(template)
-        own = {family.name for family in template.own}
-        bound = [self._families.all[name] for name in template.slots if name not in own]
+        if template is not None:
+            self._slots[self._append(template)] = slots
+
+    def _bound(self, template: Template, slots: list[str] | None) -> Bindings:
+        shared = [name for name, own in zip(template.slots, template.own_slots, strict=True) if not own]
+        bound = [self._families.all[name] for name in shared]
         names = slots or [family.name for family in bound]
         rules = [self._rules.of(template, slot, family) for slot, family in zip(names, bound, strict=True)]
-        self._bindings[number] = Bindings(rules, self._rules.double_buffered, self._parts.micro_batches)
+        return Bindings(rules, self._rules.double_buffered, self._parts.micro_batches)
