@@ -158,6 +158,8 @@ def test_processes_that_nobody_has_asked_for_start_later(monkeypatch: pytest.Mon
         assert team is not None
         assert team.others + 1 == beside.MOST_UNASKED
         assert team.helpers(__name__, {}) == []
+        team.hurry()
+        assert len(team.helpers(__name__, {})) == team.others
     with command_processes(3):
         team = current_team()
         assert team is not None
