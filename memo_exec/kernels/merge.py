@@ -38,9 +38,14 @@ def merge(call: Call) -> None:
             torch.lerp(out, added, weight, out=out)
 
 
+def sequences_of_a_part(call: Call) -> int:
+    """Return of how many sequences a part has the end; 1 where it has all rows of ``out``."""
+    return call.context.decisions.micro_batch if len(call["part"]) < len(call["out"]) else 1
+
+
 def _blocks(call: Call, most: int) -> Iterator[tuple[slice, slice]]:
-    """Yield (rows of the part, rows of ``out``), at most ``most`` at a time; a part is the end of each sequence."""
-    batch = call.context.decisions.micro_batch
+    """Yield (rows of the part, rows of ``out``), at most ``most`` at a time; a part is all, or each sequence's end."""
+    batch = sequences_of_a_part(call)
     part, whole = len(call["part"]) // batch, len(call["out"]) // batch
     for sequence in range(batch):
         for first in range(0, part, most):

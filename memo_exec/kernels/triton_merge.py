@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from memo_exec.kernels.call import Call
+from memo_exec.kernels.merge import sequences_of_a_part
 
 ELEMENTS = 1024
 """Elements that a program merges at once, in as many whole heads as fit."""
@@ -16,7 +17,7 @@ ELEMENTS = 1024
 def merge(call: Call) -> None:
     """Merge ``part, part_lse`` into ``out, lse``, in place."""
     part, part_lse, out, lse = (call.matrix(role) for role in ("part", "part_lse", "out", "lse"))
-    batch, heads = call.context.decisions.micro_batch, part_lse.shape[1]
+    batch, heads = sequences_of_a_part(call), part_lse.shape[1]
     size = part.shape[1] // heads
     block = triton.next_power_of_2(size)
     at_once = min(triton.next_power_of_2(heads), max(1, ELEMENTS // block))

@@ -46,7 +46,7 @@ class Kept(Version):
     """The object that autograd holds for a tensor that stays on the device.
 
     Its alias is the tensor detached from the graph, because a reference to the tensor itself would form a cycle. A leaf
-    is its own alias: it holds no graph, and autograd itself keeps leaves, so new ``data`` of a parameter means the same.
+    is its own alias: it holds no graph. Autograd itself keeps leaves, so new ``data`` of a parameter means the same.
     """
 
     __slots__ = ("__weakref__",)

@@ -91,11 +91,17 @@ class Pricer:
     """Prices the work of one layout on one cluster; ``outside`` collects the curves that were read outside their range.
 
     ``outside_of`` has those curves by work, for all work that was priced. ``rowwise`` is the implementation of the
-    plan's row-wise operators.
+    plan's row-wise operators. ``devices`` wait for each other: those of the layout, unless it is a part of another one.
     """
 
     def __init__(
-        self, hardware: Hardware, cluster: Cluster, layout: Layout, *, rowwise: RowwiseKernel = "torch"
+        self,
+        hardware: Hardware,
+        cluster: Cluster,
+        layout: Layout,
+        *,
+        rowwise: RowwiseKernel = "torch",
+        devices: int = 0,
     ) -> None:
         self.outside: set[str] = set()
         self.outside_of: dict[Work, frozenset[str]] = {}
@@ -107,7 +113,7 @@ class Pricer:
         self._collectives = CollectiveTimes(hardware, cluster, layout)
         self._floor_s = hardware.launch_floor_s.value
         self._host_updates = HostUpdateTimes(hardware, min(cluster.devices_per_node, layout.devices))
-        self._pace = pace(hardware, layout.devices)
+        self._pace = pace(hardware, devices or layout.devices)
         self._known: dict[Work, float] = {}
 
     @property

@@ -81,14 +81,14 @@ def run(  # noqa: PLR0915 - locals are fast
 ) -> Clock:
     """Play the segments, one SimPy event per change of the set of busy lanes; lanes are numbered over all stages."""
     env = simpy.Environment()
-    bounds, several = segments.lane_bounds.tolist(), segments.several.tolist()
+    bounds, several = segments.lane_bounds.tolist(), segments.several.tobytes()
     targets, target_bounds = array("i", segments.targets.tobytes()), array("i", segments.target_bounds.tobytes())
     work_of = array("d", work.tobytes())
     lanes, own = len(bounds) - 1, rates_of.lanes
     """All lanes, and those of one stage."""
-    lane_of = np.repeat(np.arange(lanes), np.diff(segments.lane_bounds)).tolist()
-    group_of, group_bounds, members = groups.of.tolist(), groups.bounds.tolist(), groups.members.tolist()
-    missing, heads = segments.waits.tolist(), bounds[:-1]
+    lane_of = array("i", np.repeat(np.arange(lanes, dtype=NUMBER), np.diff(segments.lane_bounds)).tobytes())
+    group_of, missing = array("i", groups.of.tobytes()), array("i", segments.waits.tobytes())
+    group_bounds, members, heads = groups.bounds.tolist(), groups.members.tolist(), bounds[:-1]
     start, end = array("d", bytes(work.nbytes)), array("d", bytes(work.nbytes))
     left, since, rate, finish = ([0.0] * lanes, [0.0] * lanes, [0.0] * lanes, [IDLE] * lanes)
     ends: list[tuple[float, int]] = []
@@ -202,4 +202,5 @@ def run(  # noqa: PLR0915 - locals are fast
     settle(0.0)
     env.run()
     del settle, on_end  # they refer to each other, and would hold these arrays until Python's collector runs
-    return Clock(np.array(start), np.array(end), np.array(heads, dtype=np.int64), np.array(points).reshape(-1, 4))
+    of_points = np.frombuffer(points, dtype=np.float64).reshape(-1, 4)
+    return Clock(np.frombuffer(start), np.frombuffer(end), np.array(heads, dtype=np.int64), of_points)

@@ -13,6 +13,7 @@ The need follows from program order alone, so it is known before the program is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -39,7 +40,7 @@ from memo_sim.memory.huggingface import module_buffers
 from memo_sim.memory.initial_states import Beginning, beginning_of
 from memo_sim.memory.pinned_allocator import pinned_bytes
 from memo_sim.memory.replay import RunAhead
-from memo_sim.program.analysis.columns import FoldedColumns, Ints, expand
+from memo_sim.program.analysis.columns import Columns, FoldedColumns, Ints, expand, fold
 from memo_sim.program.analysis.communicators import communicators
 from memo_sim.program.analysis.liveness import Liveness, Peak, live_bytes, liveness, peak_of
 from memo_sim.program.arena.library_workspaces import COMMUNICATORS, lives_in_arena, reserve_of
@@ -83,13 +84,34 @@ class OutOfMemory:
 
 
 @dataclass(frozen=True)
+class Lives:
+    """Lives of a program's buffers."""
+
+    known: Liveness
+    """Of the program's own buffers, as played."""
+    requested: Liveness
+    """With what an eager framework adds, and inputs of all micro-batches."""
+    device: Liveness
+    """Those in the arena: what is never used is in no arena, but on the device."""
+    host: Liveness
+    """Of one rank's host blocks, rounded as its allocator rounds them."""
+    names: list[str] | None
+    """Names of ``requested`` by number under an eager framework, which adds buffers; None: those of the program."""
+    every: Columns | None
+    """A row for every operand, where an eager framework adds buffers."""
+
+
+@dataclass(frozen=True)
 class Memory:
     """The memory that a step needs on one rank's device and on one node's host."""
 
     program: Program
-    device_lives: Liveness
-    host_lives: Liveness
-    """Lives of one rank's host blocks, rounded as its allocator rounds them."""
+    device: Peak
+    """The program's peak on the device, without the reserve."""
+    host: Peak
+    """One rank's peak on the host."""
+    lives: Callable[[], Lives]
+    """Returns the lives of all buffers; they are not kept, because a pipeline has a million buffers."""
     reserve: dict[str, int]
     """Device bytes outside the program, itemised."""
     device_capacity_bytes: int
@@ -100,8 +122,26 @@ class Memory:
     """Host memory of the same node that ranks of other pipeline stages need."""
     caching: CachingMemory | None = None
     """The caching allocator's replay; None when memory is planned."""
-    buffer_names: list[str] | None = None
-    """Names of ``device_lives`` by number under an eager framework, which adds buffers; None: those of the program."""
+
+    @cached_property
+    def _lives(self) -> Lives:
+        """The lives of all buffers, kept once they are asked for."""
+        return replace(self.lives(), every=None)
+
+    @property
+    def device_lives(self) -> Liveness:
+        """Lives of the buffers on the device."""
+        return self._lives.device
+
+    @property
+    def host_lives(self) -> Liveness:
+        """Lives of one rank's host blocks, rounded as its allocator rounds them."""
+        return self._lives.host
+
+    @property
+    def buffer_names(self) -> list[str] | None:
+        """Names of ``device_lives`` by number under an eager framework, which adds buffers; None: the program's."""
+        return self._lives.names
 
     @property
     def device_curves(self) -> dict[str, Ints]:
@@ -112,16 +152,6 @@ class Memory:
     def host_curves(self) -> dict[str, Ints]:
         """Live host bytes of one rank at every instruction, by class."""
         return live_bytes(self.host_lives, device=False)
-
-    @cached_property
-    def device(self) -> Peak:
-        """The program's peak on the device, without the reserve."""
-        return peak_of(self.device_lives, device=True)
-
-    @cached_property
-    def host(self) -> Peak:
-        """One rank's peak on the host."""
-        return peak_of(self.host_lives, device=False)
 
     @property
     def reserve_bytes(self) -> int:
@@ -208,6 +238,48 @@ def memory_of(
     ``program`` may hold fewer micro-batches than ``decisions``, because the others repeat them. Input buffers count for
     all micro-batches of the step.
     """
+    reserve = _known_reserve(program, decisions, hardware)
+    lives = _lives(program, columns, decisions, hardware)
+    ahead: RunAhead | None = None
+    beginning: Beginning | None = None
+    if lives.every is not None:
+        reserve.pop(WORKSPACES, 0)
+        recorded = records_streams(decisions, libraries_of(decisions, hardware))
+        one_queue = one_work_queue(decisions.layout)
+        ahead = run_ahead(program, lives.every, lives.requested, one_queue=one_queue) if recorded else None
+        beginning = beginning_of(program, decisions)
+    caching = decisions.memory_policy != "planned"
+    capacity_bytes = int(hardware.device_memory_bytes.value)
+    if decisions.allocator_limit_gib:
+        capacity_bytes = min(capacity_bytes, decisions.allocator_limit_gib * GIB)
+    host_memory = cluster.host_memory_bytes or hardware.host_memory_bytes
+    return Memory(
+        program=program,
+        device=peak_of(lives.device, device=True),
+        host=peak_of(lives.host, device=False),
+        lives=lambda: _lives(program, fold(program), decisions, hardware),
+        reserve=reserve_of(program, lives.known, decisions, reserve),
+        device_capacity_bytes=capacity_bytes,
+        host_capacity_bytes=int(host_memory.value),
+        local_ranks=min(cluster.devices_per_node, decisions.layout.devices // decisions.layout.pp),
+        caching=caching_memory(
+            program,
+            columns,
+            lives.requested,
+            hardware,
+            capacity_bytes=capacity_bytes,
+            reserve_bytes=sum(reserve.values()),
+            names=lives.names,
+            ahead=ahead,
+            beginning=beginning,
+        )
+        if caching
+        else None,
+    )
+
+
+def _lives(program: Program, columns: FoldedColumns, decisions: Decisions, hardware: Hardware) -> Lives:
+    """Return the lives of all buffers of ``program``, as ``memory_of`` counts them."""
     known = lives = liveness(program, columns)
     sizes = lives.bytes.copy()
     for family, base in zip(program.all_families, program.family_bases.values(), strict=True):
@@ -215,56 +287,24 @@ def memory_of(
             sizes[base] += (decisions.micro_batches - program.micro_batches) * family.bytes
     lives = replace(lives, bytes=sizes)
     names: list[str] | None = None
-    ahead: RunAhead | None = None
-    beginning: Beginning | None = None
-    reserve = _known_reserve(program, decisions, hardware)
+    every: Columns | None = None
     if decisions.memory_policy == "eager":
-        libraries, workspace_bytes = libraries_of(decisions, hardware), reserve.pop(WORKSPACES, 0)
         every = expand(program)
         lives, names = eager_buffers(
             program,
             every,
             lives,
-            libraries=libraries,
-            workspace_bytes=workspace_bytes,
+            libraries=libraries_of(decisions, hardware),
+            workspace_bytes=_known_reserve(program, decisions, hardware).get(WORKSPACES, 0),
             own_loss=decisions.loss == "auto",
             holds_outputs=decisions.modules != "huggingface",
         )
         if decisions.modules == "huggingface":
             lives, names = module_buffers(program, every, lives, names, decisions)
-        recorded, one_queue = records_streams(decisions, libraries), one_work_queue(decisions.layout)
-        ahead = run_ahead(program, every, lives, one_queue=one_queue) if recorded else None
-        beginning = beginning_of(program, decisions)
-    caching = decisions.memory_policy != "planned"
-    capacity_bytes = int(hardware.device_memory_bytes.value)
-    if decisions.allocator_limit_gib:
-        capacity_bytes = min(capacity_bytes, decisions.allocator_limit_gib * GIB)
-    host_memory = cluster.host_memory_bytes or hardware.host_memory_bytes
-    in_arena = lives_in_arena(program, lives, decisions)  # what it marks as never used is on the device
+    in_arena = lives_in_arena(program, lives, decisions)
     pinned = decisions.host_allocator == "power_of_two"
-    return Memory(
-        program=program,
-        device_lives=in_arena,
-        host_lives=_pinned_blocks(in_arena, program, decisions) if pinned else in_arena,
-        reserve=reserve_of(program, known, decisions, reserve),
-        device_capacity_bytes=capacity_bytes,
-        host_capacity_bytes=int(host_memory.value),
-        local_ranks=min(cluster.devices_per_node, decisions.layout.devices // decisions.layout.pp),
-        caching=caching_memory(
-            program,
-            columns,
-            lives,
-            hardware,
-            capacity_bytes=capacity_bytes,
-            reserve_bytes=sum(reserve.values()),
-            names=names,
-            ahead=ahead,
-            beginning=beginning,
-        )
-        if caching
-        else None,
-        buffer_names=names,
-    )
+    host = _pinned_blocks(in_arena, program, decisions) if pinned else in_arena
+    return Lives(known, lives, in_arena, host, names, every)
 
 
 def _known_reserve(program: Program, decisions: Decisions, hardware: Hardware) -> dict[str, int]:

@@ -19,9 +19,8 @@ over stages) start when the last of them is ready, and run at the lowest of thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
@@ -47,7 +46,8 @@ class Part:
 
     columns: InstructionColumns
     edges: Edges
-    seconds: Floats
+    seconds: Callable[[], Floats]
+    """Returns the durations; the player asks twice, so that they need no memory while the loop runs."""
     name: Callable[[int], str] = str
     """Returns the id of an instruction."""
 
@@ -60,7 +60,7 @@ def play(
     Raises:
         MemoError: when instructions wait for each other in a cycle, which no program of ``lower`` does.
     """
-    return play_stages([Part(columns, edges, seconds, name)], rates)[0]
+    return play_stages([Part(columns, edges, lambda: seconds, name)], rates)[0]
 
 
 def play_stages(
@@ -71,26 +71,14 @@ def play_stages(
     Raises:
         MemoError: when instructions wait for each other in a cycle, which no programs of ``lower`` do.
     """
-    first = np.cumsum([0] + [len(part.seconds) for part in parts])
+    first = np.cumsum([0] + [len(part.columns.lane) for part in parts])
     check_numbered(int(first[-1]), "instructions")
     first = first.astype(NUMBER)
-    joined = Edges(
-        _joined([part.edges.producer for part in parts], first),
-        _joined([part.edges.consumer for part in parts], first),
-    )
     used = np.flatnonzero(sum(np.bincount(part.columns.lane, minlength=len(Lane)) for part in parts))
-    place = np.zeros(len(Lane), dtype=NUMBER)
-    place[used] = np.arange(len(used))
-    stages = len(used) * np.arange(len(parts), dtype=NUMBER)
-    lanes = _joined([place[part.columns.lane] for part in parts], stages)
-    seconds: Floats = np.concatenate([part.seconds for part in parts]) if len(parts) > 1 else parts[0].seconds
-    matched = matched or all_rendezvous(())
-    met: Ints = first[matched.stage] + matched.instruction
-    segments = cut(lanes, joined, len(used) * len(parts), met)
-    del lanes
-    work = np.add.reduceat(seconds[segments.order], segments.first) if len(seconds) else np.zeros(0)
-    groups = _groups(segments, met, matched.bounds)
+    segments, groups = _cut(parts, first, used, matched or all_rendezvous(()))
+    work = _work(segments, parts, len(used))
     clock = loop(segments, work, UsedRates(used.tolist(), rates), groups)
+    del groups
 
     def name(i: int) -> str:
         stage = int(np.searchsorted(first, i, side="right")) - 1
@@ -98,19 +86,51 @@ def play_stages(
 
     stuck = clock.heads[clock.heads < segments.lane_bounds[1:]].tolist()
     if stuck:
+        joined = _joined_edges(parts, first)
         raise MemoError(
             "the program cannot be played: instructions wait for each other",
             got="; ".join(_waiting(segments, joined, clock, s, name) for s in stuck),
             hint="this is a bug in the lowering or in the derived edges",
         )
-    del groups
     segments = segments.without_edges
-    start_s, end_s = _spans(segments, work, clock, seconds)
-    bounds = [slice(int(a), int(b)) for a, b in pairwise(first)]
+    pieces = _Pieces(segments, work, clock)
+    del work
+    spans = _spans(segments, pieces, clock, parts, len(used))
     return [
-        Playback(part.columns, part.edges, start_s=start_s[mine], end_s=end_s[mine], by_simpy=clock.by_simpy)
-        for part, mine in zip(parts, bounds, strict=True)
+        Playback(part.columns, part.edges, start_s=start_s, end_s=end_s, by_simpy=clock.by_simpy)
+        for part, (start_s, end_s) in zip(parts, spans, strict=True)
     ]
+
+
+def _cut(parts: Sequence[Part], first: Ints, used: Ints, matched: AllRendezvous) -> tuple[Segments, Groups]:
+    """Return the segments of all stages, and those that are matched.
+
+    ``first``: the number of each stage's first instruction. ``used``: the lanes that any stage uses.
+    """
+    place = np.zeros(len(Lane), dtype=NUMBER)
+    place[used] = np.arange(len(used))
+    stages = len(used) * np.arange(len(parts), dtype=NUMBER)
+    lanes = _joined([place[part.columns.lane] for part in parts], stages)
+    met: Ints = first[matched.stage] + matched.instruction
+    segments = cut(lanes, _joined_edges(parts, first), len(used) * len(parts), met)
+    return segments, _groups(segments, met, matched.bounds)
+
+
+def _work(segments: Segments, parts: Sequence[Part], own: int) -> Floats:
+    """Return the seconds of every segment alone; ``own``: the number of lanes of a stage."""
+    work = np.zeros(len(segments.first))
+    for part, (stage, mine) in zip(parts, _stages(segments, parts, own), strict=True):
+        if len(stage.order):
+            work[mine] = np.add.reduceat(part.seconds()[stage.order], stage.first)
+    return work
+
+
+def _joined_edges(parts: Sequence[Part], first: Ints) -> Edges:
+    """Return the edges of all stages, with instructions numbered through the stages."""
+    return Edges(
+        _joined([part.edges.producer for part in parts], first),
+        _joined([part.edges.consumer for part in parts], first),
+    )
 
 
 def _joined(numbers: Sequence[Ints], bases: Ints) -> Ints:
@@ -127,77 +147,107 @@ def _groups(segments: Segments, met: Ints, bounds: Ints) -> Groups:
     return Groups.of_bounds(len(segments.first), segment[met], bounds)
 
 
-def _spans(segments: Segments, work: Floats, clock: Clock, seconds: Floats) -> tuple[Floats, Floats]:
-    """Return start and end of every instruction, interpolated between the ends of its segment."""
-    pieces, order = _Pieces.of(segments, work, clock), segments.order
-    start, end = np.empty(len(seconds)), np.empty(len(seconds))
-    if not len(seconds):
-        return start, end
-    end[order[segments.last]] = clock.end
-    pieces.interpolate(segments, clock, seconds, end)
-    for at in range(1, len(order), AT_ONCE):
-        mine = slice(at, min(at + AT_ONCE, len(order)))
-        start[order[mine]] = end[order[mine.start - 1 : mine.stop - 1]]
-    start[order[segments.first]] = clock.start
-    return start, np.maximum(start, end, out=end)
+def _spans(
+    segments: Segments, pieces: _Pieces, clock: Clock, parts: Sequence[Part], own: int
+) -> Iterator[tuple[Floats, Floats]]:
+    """Yield start and end of every instruction of each stage, interpolated between the ends of its segment.
+
+    ``own``: the number of lanes of a stage. Stages follow each other, so that no array of all of them is needed.
+    """
+    for part, (stage, mine) in zip(parts, _stages(segments, parts, own), strict=True):
+        order, total = stage.order, len(stage.order)
+        start, end = np.empty(total), np.empty(total)
+        if total:
+            end[order[stage.last]] = clock.end[mine]
+            pieces.interpolate(stage, clock, part.seconds(), end)
+            for block in range(1, total, AT_ONCE):
+                here = slice(block, min(block + AT_ONCE, total))
+                start[order[here]] = end[order[here.start - 1 : here.stop - 1]]
+            start[order[stage.first]] = clock.start[mine]
+        yield start, np.maximum(start, end, out=end)
+
+
+def _stages(segments: Segments, parts: Sequence[Part], own: int) -> Iterator[tuple[_Stage, slice]]:
+    """Yield each stage with the numbers of its segments; ``own``: the number of its lanes."""
+    at = 0
+    for number, part in enumerate(parts):
+        total = len(part.columns.lane)
+        mine = slice(*segments.lane_bounds[[number * own, (number + 1) * own]].tolist())
+        order, first = segments.order[at : at + total], segments.first[mine]
+        yield _Stage(order - NUMBER(at) if at else order, first - NUMBER(at) if at else first, mine.start), mine
+        at += total
 
 
 @dataclass(frozen=True)
+class _Stage:
+    """The segments of one stage, numbered in it, with ``before`` segments of earlier stages."""
+
+    order: Ints
+    first: Ints
+    before: int
+
+    @property
+    def last(self) -> Ints:
+        """The last entry of ``order`` that each segment covers."""
+        return np.append(self.first[1:], len(self.order)).astype(NUMBER) - 1
+
+    @property
+    def of(self) -> Ints:
+        """The segment of each entry of ``order``."""
+        return np.repeat(np.arange(len(self.first), dtype=NUMBER), self.last - self.first + 1)
+
+
 class _Pieces:
     """The linear pieces of the work done over time, of the segments with several instructions.
 
     Work done is summed over all segments, so one search finds the piece of each instant.
     """
 
-    segments: Ints
-    """The segments with several instructions."""
-    begun: Floats
-    """Work done before each of them."""
-    low: Ints
-    """Its first piece and its last one, which keep a search inside it: a piece without work is ambiguous."""
-    high: Ints
-    points: Ints
-    """The clock's point with which each piece begins."""
-    done: Floats
-    """Work done at that point."""
-
-    @classmethod
-    def of(cls, segments: Segments, work: Floats, clock: Clock) -> _Pieces:
-        """Return the pieces between the clock's points."""
-        several = np.flatnonzero(segments.several).astype(NUMBER)
+    def __init__(self, segments: Segments, work: Floats, clock: Clock) -> None:
+        """The pieces lie between the clock's points."""
+        self._segments = several = np.flatnonzero(segments.several).astype(NUMBER)
+        """The segments with several instructions."""
         done = np.cumsum(work)
-        begun = done[several] - work[several]
-        of_point, points = sorted_with_places(clock.points[:, 0].astype(NUMBER))
-        point_done = work[of_point] - clock.points[points, 2]
+        self._begun = done[several] - work[several]
+        """Work done before each of them."""
+        of_point, self._points = sorted_with_places(clock.points[:, 0].astype(NUMBER))
+        """The clock's point with which each piece begins."""
+        point_done = work[of_point] - clock.points[self._points, 2]
         point_done += done[of_point] - work[of_point]
-        low, high = (np.searchsorted(of_point, several, side=side) for side in ("left", "right"))
-        return cls(several, begun, low, high - 1, points, point_done)
+        self._done = point_done
+        """Work done at that point."""
+        self._low, high = (np.searchsorted(of_point, several, side=side) for side in ("left", "right"))
+        self._high = high - 1
+        """Each segment's first piece and its last one, which keep a search inside it: a piece without work is
+        ambiguous."""
+        self._inside_before = self._before_segment = 0.0
+        """Work done before the next block of instructions, and before the segment to which the last one belongs."""
 
-    def interpolate(self, segments: Segments, clock: Clock, seconds: Floats, end: Floats) -> None:
-        """Write the ends of the instructions within segments to ``end``; the last one of a segment ends with it.
+    def interpolate(self, stage: _Stage, clock: Clock, seconds: Floats, end: Floats) -> None:
+        """Write the ends of a stage's instructions within segments to ``end``; the last of a segment ends with it.
 
-        Blocks of instructions follow each other, so that no array of all of them is needed: ``inside`` is the work done
-        by the end of each.
+        Stages come in order. Blocks of instructions follow each other, so that no array of all of them is needed:
+        ``inside`` is the work done by the end of each.
         """
-        last, inside_before, before_segment = segments.last, 0.0, 0.0
-        for block in range(0, len(segments.order), AT_ONCE):
-            order, of = segments.order[block : block + AT_ONCE], segments.of[block : block + AT_ONCE]
+        of_all, last = stage.of, stage.last
+        for block in range(0, len(stage.order), AT_ONCE):
+            order, of = stage.order[block : block + AT_ONCE], of_all[block : block + AT_ONCE]
             each = seconds[order]
             inside = each.copy()
-            inside[0] += inside_before
+            inside[0] += self._inside_before
             np.cumsum(inside, out=inside)
-            first = segments.first[of] - block
+            first = stage.first[of] - block
             begun = np.maximum(first, 0)
-            before_first = np.where(first >= 0, inside[begun] - each[begun], before_segment)
-            inside_before, before_segment = float(inside[-1]), float(before_first[-1])
+            before_first = np.where(first >= 0, inside[begun] - each[begun], self._before_segment)
+            self._inside_before, self._before_segment = float(inside[-1]), float(before_first[-1])
             within = np.flatnonzero(last[of] - block != np.arange(len(of), dtype=NUMBER))
-            of = of[within]
-            mine = np.searchsorted(self.segments, of)
-            wanted = self.begun[mine] + (inside[within] - before_first[within])
-            found = np.searchsorted(self.done, wanted, side="right") - 1
-            piece = np.clip(found, self.low[mine], self.high[mine])
-            point = self.points[piece]
-            ends = clock.points[point, 1] + (wanted - self.done[piece]) / clock.points[point, 3]
+            of = of[within] + stage.before
+            mine = np.searchsorted(self._segments, of)
+            wanted = self._begun[mine] + (inside[within] - before_first[within])
+            found = np.searchsorted(self._done, wanted, side="right") - 1
+            piece = np.clip(found, self._low[mine], self._high[mine])
+            point = self._points[piece]
+            ends = clock.points[point, 1] + (wanted - self._done[piece]) / clock.points[point, 3]
             end[order[within]] = np.clip(ends, clock.start[of], clock.end[of])
 
 
@@ -205,7 +255,8 @@ def _waiting(segments: Segments, edges: Edges, clock: Clock, segment: int, name:
     """Return the text ``a waits for b, c`` for the segment that a lane cannot start."""
     first = int(segments.order[segments.first[segment]])
     position = {int(i): at for at, i in enumerate(segments.order)}
+    of = segments.of
     ended = {s for bounds, head in zip(segments.lane_bounds, clock.heads, strict=False) for s in range(bounds, head)}
     producers = edges.producer[edges.consumer == first].tolist()
-    waited = [name(p) for p in producers if int(segments.of[position[p]]) not in ended]
+    waited = [name(p) for p in producers if int(of[position[p]]) not in ended]
     return f"{name(first)} waits for {', '.join(waited)}"

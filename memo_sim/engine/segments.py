@@ -25,13 +25,11 @@ FEW = 32
 class Segments:
     """Segments, numbered lane by lane and in program order inside a lane.
 
-    ``order`` lists all instructions in that order. ``of`` gives the segment of each entry of ``order``. Segment s
-    covers ``order[first[s] : last[s] + 1]``. Lane l has the segments from ``lane_bounds[l]`` to before ``lane_bounds[l
-    + 1]``.
+    ``order`` lists all instructions in that order. Segment s covers ``order[first[s] : last[s] + 1]``. Lane l has the
+    segments from ``lane_bounds[l]`` to before ``lane_bounds[l + 1]``.
     """
 
     order: Ints
-    of: Ints
     first: Ints
     lane_bounds: Ints
     waits: Ints
@@ -39,6 +37,11 @@ class Segments:
     targets: Ints
     """Consumer segments of all edges, by producer: ``targets[target_bounds[s] : target_bounds[s + 1]]`` for s."""
     target_bounds: Ints
+
+    @property
+    def of(self) -> Ints:
+        """The segment of each entry of ``order``."""
+        return np.repeat(np.arange(len(self.first), dtype=NUMBER), self.last - self.first + 1)
 
     @property
     def last(self) -> Ints:
@@ -84,12 +87,12 @@ def cut(lanes: Ints, edges: Edges, count: int, alone: Ints) -> Segments:
 
     segment = np.empty(total, dtype=NUMBER)
     segment[order] = of
+    del of
     producer, consumer = segment[edges.producer], segment[edges.consumer]
     del segment
     leaving, by_producer = np.bincount(producer, minlength=len(first)), sorted_with_places(producer)[1]
     return Segments(
         order=order,
-        of=of,
         first=first,
         lane_bounds=lane_bounds,
         waits=np.bincount(consumer, minlength=len(first)).astype(NUMBER),

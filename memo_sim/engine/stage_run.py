@@ -102,16 +102,22 @@ class StageRun:
         self.repetition = Repetition(self.program, self.columns, window, beyond)
         self.weights = self.repetition.weights()
 
-    @cached_property
+    @property
     def seconds(self) -> Floats:
-        """Seconds of every played instruction alone on the machine, without the allocator's time."""
-        return self.per_instruction(lambda i: self._pricer.seconds(i.work))
+        """Seconds of every played instruction alone on the machine, without the allocator's time; a new array."""
+        return self.columns.by_template(self._seconds)
+
+    @cached_property
+    def _seconds(self) -> list[Floats]:
+        """Seconds of the instructions of every template."""
+        price = self._pricer.seconds
+        return [np.array([price(i.work) for i in t.instructions], dtype=np.float64) for t in self.program.templates]
 
     @cached_property
     def waits_outside(self) -> dict[str, Floats]:
         """Seconds that every played instruction waits for the allocator, and for the host's launch."""
         caching = self.memory.caching
-        none = np.broadcast_to(0.0, len(self.seconds))  # one number, however many there are
+        none = np.broadcast_to(0.0, len(self.columns.lane))  # one number, however many there are
         launches = launch_waits(self.program, self.columns, self.seconds, self.decisions, self.hardware)
         return {ALLOCATOR: none if caching is None else caching.stall_s, HOST: launches}
 
@@ -125,10 +131,14 @@ class StageRun:
     @property
     def part(self) -> Part:
         """The stage as the player's input."""
+        return Part(self.columns, self.edges, self._durations, self.memory.program_id)
+
+    def _durations(self) -> Floats:
+        """Return the seconds of every played instruction, with what it waits for outside its lanes."""
         seconds = self.seconds
         for waits in self.waits_outside.values():
             seconds = seconds + waits if waits.any() else seconds
-        return Part(self.columns, self.edges, seconds, self.memory.program_id)
+        return seconds
 
     @property
     def playback(self) -> Playback:
@@ -163,13 +173,9 @@ class StageRun:
         """Seconds of the step's instructions whose curve was read outside its range, each alone, by curve."""
         outside_of, none = self._pricer.outside_of, frozenset[str]()
         names = none.union(*outside_of.values())
-        curves = [[outside_of.get(i.work, none) for i in t.instructions] for t in self.program.templates]
 
         def by(name: str) -> float:
-            rows = [np.array([name in each for each in of_template], dtype=np.float64) for of_template in curves]
-            mine = self.columns.by_template(rows)
-            mine *= self.seconds
-            return float(np.sum(self._counted(mine)))
+            return self._seconds_of(lambda i: name in outside_of.get(i.work, none))
 
         return {name: by(name) for name in sorted(names)}
 
@@ -186,9 +192,11 @@ class StageRun:
 
     def _seconds_of(self, chosen: Callable[[Instruction], bool]) -> float:
         """Return the seconds of the step's chosen instructions, each alone."""
-        mine = self.per_instruction(lambda i: float(chosen(i)))
-        mine *= self.seconds
-        return float(np.sum(self._counted(mine)))
+        rows = [
+            seconds * np.array([float(chosen(i)) for i in template.instructions], dtype=np.float64)
+            for seconds, template in zip(self._seconds, self.program.templates, strict=True)
+        ]
+        return float(np.sum(self._counted(self.columns.by_template(rows))))
 
     def _counted(self, values: NDArray[Amount]) -> NDArray[Amount]:
         """Multiply, in place, a value of every played instruction by how often the step has it; return the array."""

@@ -101,6 +101,8 @@ def nearest_jobs(decisions: Decisions) -> tuple[Job, ...]:
         cp, ulysses = cp * ulysses, 1
     exchange = "all_gather" if layout.cp_exchange == "all_gather" and ulysses == 1 else "ring"
     zero = layout.zero or int((states != "fp32" or decisions.fp8_params) and layout.replicas > 1)
+    if layout.pp > 1:
+        zero = min(zero, 1)  # memo has no model of Megatron-FSDP on pipeline stages
     interleaved = layout.schedule == "interleaved" and layout.pp > 1
     changes = {
         "tp": tp,

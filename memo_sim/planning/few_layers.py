@@ -11,6 +11,7 @@ or no stretch repeats, all are lowered.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -20,11 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memo_sim.contract.cluster import Cluster
+from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.knobs import MOST_ZERO
 from memo_sim.contract.layer_shape import LayerShape
 from memo_sim.contract.plan import Decisions
 from memo_sim.costs.pricing import Pricer
+from memo_sim.planning.experts_apart import experts_apart
 from memo_sim.planning.pricers import Pricers
 from memo_sim.planning.recent import Recent
 from memo_sim.planning.short_rings import (
@@ -238,13 +241,13 @@ class Passes:
         Raises:
             Infeasible: see ``of``.
         """
-        times, (alone, middle) = self._few(decisions, layers, gathered=False)
+        times, (alone, middle, devices) = self._few(decisions, layers, gathered=False)
         if parts_repeat(alone):
-            some = [self._of_kernels((with_parts(alone, ranks), middle), times) for ranks in SHORT_PARTS]
+            some = [self._of_kernels((with_parts(alone, each), middle, devices), times) for each in SHORT_PARTS]
             return _of_compute(of_many_parts(some, alone.layout.metp))
         if not steps_repeat(alone):
-            return _of_compute(self._of_kernels((alone, middle), times))
-        few, many = (self._of_kernels((with_ring(alone, cp), middle), times) for cp in SHORT)
+            return _of_compute(self._with_experts_apart((alone, middle, devices), times))
+        few, many = (self._with_experts_apart((with_ring(alone, cp), middle, devices), times) for cp in SHORT)
         steps = (alone.layout.cp - SHORT[0]) / (SHORT[1] - SHORT[0])
         return _of_compute(few + steps * (many - few))
 
@@ -264,6 +267,19 @@ class Passes:
         repeated = len(question[1]) // len(_repeated(question)) * times + odd
         device, host = (peak.at(repeated) for peak in self._peaks[question])
         return Held(device, host)
+
+    def _with_experts_apart(self, question: _Question, times: int) -> Floats:
+        """Return the seconds of ``KERNELS``, where possible from plans that others share (``experts_apart.py``)."""
+        alone, middle, devices = question
+        apart = experts_apart(alone)
+        if apart is not None:
+            with suppress(Infeasible):  # for example, tp does not divide the features of whole experts
+                whole, divided, neither = (
+                    self._of_kernels((one, middle, devices), times)
+                    for one in (apart.whole, apart.divided, apart.neither)
+                )
+                return whole + (divided - neither)
+        return self._of_kernels(question, times)
 
     def _of_kernels(self, question: _Question, times: int) -> Floats:
         """Return the seconds of ``KERNELS``."""
@@ -309,7 +325,7 @@ class Passes:
             memory_policy="eager" if decisions.memory_policy == "eager" else "planned",
             host_allocator="exact",
         )
-        return few.times, _question(alone, few)
+        return few.times, _question(alone, few, decisions)
 
     def _of_gathered(self, decisions: Decisions, few: RepeatedLayers) -> _Question:
         """Return the lowered layers of a plan whose every micro-batch gathers parameters and scatters gradients."""
@@ -322,12 +338,13 @@ class Passes:
             memory_policy="planned",
             host_allocator="exact",
         )
-        return _question(alone, few)
+        return _question(alone, few, decisions)
 
     def _lower(self, question: _Question) -> _FewLayers:
         def lowered() -> _FewLayers:
-            alone, middle = question
-            return _FewLayers(alone, self._pricers.of(alone), middle, _repeated(question))
+            alone, middle, devices = question
+            pricer = self._pricers.of(alone, devices=devices)
+            return _FewLayers(alone, pricer, middle, _repeated(question))
 
         return self._lowered.of(question, lowered)
 
@@ -341,13 +358,14 @@ def _without_experts(decisions: Decisions) -> Decisions:
     return msgspec.structs.replace(decisions, layout=whole, **WITHOUT_EXPERTS)
 
 
-_Question = tuple[Decisions, range]
-"""The plan of a few layers, and those of them that can be repeated."""
+_Question = tuple[Decisions, range, int]
+"""The plan of a few layers, those of them that can be repeated, and the devices that wait for each other."""
 
 
-def _question(alone: Decisions, few: RepeatedLayers) -> _Question:
+def _question(alone: Decisions, few: RepeatedLayers, decisions: Decisions) -> _Question:
+    """Return what is lowered of ``decisions``, whose devices all wait for the slowest of them."""
     first = max(ENDS, few.first)
-    return alone, range(first, first + few.window)
+    return alone, range(first, first + few.window), decisions.layout.devices
 
 
 def _repeated(question: _Question) -> range:
@@ -355,7 +373,7 @@ def _repeated(question: _Question) -> range:
 
     Which of two rounding buffers a layer takes changes no bytes.
     """
-    alone, middle = question
+    alone, middle, _ = question
     return middle[:1] if len(alone.model.layer_shapes) == 1 else middle
 
 
@@ -375,7 +393,7 @@ class _FewLayers:
         self._decisions, self._program, self._repeated = decisions, program, repeated
         templates, instances = program.templates, program.instances
         lengths = np.array([len(template.instructions) for template in templates])
-        of_instance = np.array([i.template for i in instances])
+        of_instance = program.template_of
         played = lengths[of_instance]
         self._instance = np.repeat(np.arange(len(of_instance)), played)
         shift = (np.cumsum(lengths) - lengths)[of_instance] - (np.cumsum(played) - played)

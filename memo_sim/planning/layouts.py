@@ -21,7 +21,7 @@ from memo_sim.program.layout.partition import partition
 from memo_sim.program.layout.recomputed_layers import ALL
 from memo_sim.program.layout.rules.metp import METP_SCHEDULE
 from memo_sim.program.layout.rules.multiplexing import MULTIPLEXING
-from memo_sim.program.layout.rules.pipeline_stages import MOST_ZERO_OF_STAGES
+from memo_sim.program.layout.rules.pipeline_stages import MOST_WHOLE_ZERO
 from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.layout.stage import stages_of
 
@@ -48,7 +48,7 @@ def layouts(question: Question) -> list[Layout]:
             degrees = {"tp": tp, "cp": cp, "ulysses": ulysses, "metp": metp, "pp": pp, "dp": dp}
             found += [
                 replace(layout, multiplexed=shared)
-                for zero in _zeros(question, devices // tp, dp, most=MOST_ZERO_OF_STAGES if pp > 1 else MOST_ZERO)
+                for zero in _zeros(question, devices // tp, dp, most=MOST_WHOLE_ZERO if pp > 1 else MOST_ZERO)
                 for parts in dict.fromkeys((*_subsequences(question), *solved.get((tp, pp), ())))
                 for schedule, chunks in _schedules(question, pp, metp)
                 for split in _splits(question, pp * chunks, parts)

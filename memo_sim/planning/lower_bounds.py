@@ -87,7 +87,7 @@ class _Parts:
     """Passes of one micro-batch from which bounds are made."""
 
     whole: Pass
-    """The whole model."""
+    """The whole model; where stages share nothing, only its head."""
     layers: tuple[Pass, ...]
     """One more layer of each kind; one for all kinds where each is as good. Zero where they are not needed."""
 
@@ -265,7 +265,8 @@ class LowerBounds:
             Infeasible: when ``keep`` cannot be lowered, or the profile has not measured its work.
         """
         parts = self._parts(keep, self.passes.waited if waits else self.passes.computed)
-        found_s, known_s, knows_waits = inf, dict[Change, float](), has_waits(parts.whole)
+        found_s, known_s = inf, dict[Change, float]()
+        knows_waits = any(has_waits(each) for each in (parts.whole, *parts.layers))
         for policy in dict.fromkeys(replace(policy, alpha=None, hides=False) for policy in policies):
             gain = self._gain_of_cuts if policy.attention_chunks else 1.0
             changes = passes_beside(keep, policy, waits=knows_waits, gain_of_pieces=self._gain_of_pieces)
@@ -463,21 +464,21 @@ class LowerBounds:
     def _parts(
         self, decisions: Decisions, passes: Callable[[Decisions, Sequence[LayerShape]], Pass] | None = None
     ) -> _Parts:
-        """Return the passes of the whole model, and of one more layer of each kind."""
+        """Return the passes of the whole model or of its head, and of one more layer of each kind (``_Parts``)."""
         if decisions.recompute_layers != ALL and decisions.layout.pp > 1:
             # Stages whose layers are recomputed differently compute at least as much as those that keep everything.
             # Their waits are left out.
             decisions, passes = kept(decisions), self.passes.computed
         of = passes or self.passes.of
-        model = decisions.model
-        whole = of(decisions, [model.layer(n) for n in range(model.layers)])
-        if decisions.layout.pp == 1:
+        model, layout = decisions.model, decisions.layout
+        if layout.pp == 1:
+            whole = of(decisions, [model.layer(n) for n in range(model.layers)])
             return _Parts(whole, (_times(whole, 0),))
-        each = []
-        for shape in model.layer_shapes:
-            some = [[shape] * count for count in ALONE]
-            each.append(_added(of(decisions, some[1]), of(decisions, some[0]), ALONE[1] - ALONE[0]))
-        return _Parts(whole, tuple(each))
+        some = [[of(decisions, [shape] * count) for count in ALONE] for shape in model.layer_shapes]
+        each = tuple(_added(more, fewer, ALONE[1] - ALONE[0]) for fewer, more in some)
+        if layout.multiplexed:
+            return _Parts(of(decisions, [model.layer(n) for n in range(model.layers)]), each)
+        return _Parts(_head_of(some[0][0]), each)
 
     def _held(self, decisions: Decisions) -> tuple[Held, float]:
         """Return what a stage with the fewest layers holds of one micro-batch, and the bytes of one more layer.
@@ -871,6 +872,11 @@ def _added(more: Pass, fewer: Pass, layers: int) -> Pass:
     """Return the pass of one layer, from two passes of which one has ``layers`` more; zero when there are none."""
     names = [f.name for f in fields(Pass)]
     return Pass(**{name: (getattr(more, name) - getattr(fewer, name)) / max(1, layers) for name in names})
+
+
+def _head_of(one: Pass) -> Pass:
+    """Return the pass of a model's head alone."""
+    return replace(_times(one, 0), compute_s=one.head_s, head_s=one.head_s)
 
 
 def _times(one: Pass, layers: int) -> Pass:

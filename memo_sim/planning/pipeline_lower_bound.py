@@ -83,7 +83,7 @@ def _seconds_before(program: Program, pricer: Pricer) -> list[float]:
         [pricer.seconds(i.work) if i.lane is Lane.COMPUTE else 0.0 for i in template.instructions]
         for template in program.templates
     ]
-    seconds = np.concatenate([rows[instance.template] for instance in program.instances])
+    seconds = np.concatenate([rows[number] for number in program.template_of.tolist()])
     found: list[float] = np.concatenate(([0.0], np.cumsum(seconds))).tolist()
     return found
 

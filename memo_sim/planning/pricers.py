@@ -25,12 +25,20 @@ class Pricers:
 
     def __init__(self, hardware: Hardware, cluster: Cluster) -> None:
         self._hardware, self._cluster = hardware, cluster
-        self._made: Recent[tuple[Layout, RowwiseKernel], Pricer] = Recent(MOST_PRICERS)
+        self._made: Recent[tuple[Layout, RowwiseKernel, int], Pricer] = Recent(MOST_PRICERS)
 
-    def of(self, decisions: Decisions) -> Pricer:
-        """Return the pricer of a plan's layout and row-wise kernels."""
+    def of(self, decisions: Decisions, *, devices: int = 0) -> Pricer:
+        """Return the pricer of a plan's layout and row-wise kernels.
+
+        ``devices``: those that wait for each other, where they are not the layout's (0).
+        """
         layout, rowwise = decisions.layout, decisions.kernels.rowwise
         # Where stages lie on nodes decides how fast ranks exchange; their layers and the order of passes do not.
         whole = replace(layout, subsequences=1, partition="flops", multiplexed=False)
         placed = replace(whole, schedule="1f1b", virtual_stages=1, pp_layers=())
-        return self._made.of((placed, rowwise), lambda: Pricer(self._hardware, self._cluster, placed, rowwise=rowwise))
+        waiting = devices or layout.devices
+
+        def made() -> Pricer:
+            return Pricer(self._hardware, self._cluster, placed, rowwise=rowwise, devices=waiting)
+
+        return self._made.of((placed, rowwise, waiting), made)

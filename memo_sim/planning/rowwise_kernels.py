@@ -252,7 +252,7 @@ class _LayerWorks:
             TemplateKind.BACKWARD: self.backward,
             TemplateKind.BACKWARD_RESIDENT: self.resident,
         }
-        uses = Counter(instance.template for instance in program.instances)
+        uses = Counter(program.template_of.tolist())
         written = Counter[int]()
         for number, template in enumerate(program.templates):
             works = _works_of(template)
@@ -295,7 +295,7 @@ def _works(decisions: Decisions) -> Counter[Rowwise]:
     """Return the work of the fewest micro-batches that fused kernels could play, over all stages, with its counts."""
     found: Counter[Rowwise] = Counter()
     for program in lower(decisions, micro_batches=_least_micro_batches(decisions)):
-        uses = Counter(instance.template for instance in program.instances)
+        uses = Counter(program.template_of.tolist())
         for number, times in uses.items():
             for work, each in _works_of(program.templates[number]).items():
                 found[work] += times * each

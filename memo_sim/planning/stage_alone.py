@@ -133,7 +133,8 @@ class _Order:
         inside = np.cumsum(ordered)
         before = inside - ordered
         found = np.empty(len(ordered))
-        found[segments.order] = start[segments.of] + (before - before[segments.first][segments.of])
+        of = segments.of
+        found[segments.order] = start[of] + (before - before[segments.first][of])
         return found, found + seconds
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from memo_sim.contract.plan import Layout
@@ -49,3 +50,36 @@ def test_layouts_have_the_gradients_of_one_process(team: Team, case: str) -> Non
     chosen = decide(model, layout=layout, **(sizes | policy | fields))
     alone = parity.play(Member(0, 1), parity.one_process(chosen), steps, {})
     parity.check(team, chosen, alone, steps=steps)
+
+
+SUBSEQUENCES: dict[str, tuple[str, Layout, dict[str, Any]]] = {
+    "tensor parallel": ("latent", Layout(tp=2, subsequences=3, **SP), {"recompute": "tokenwise"}),
+    "queries without a latent": ("latent-lite-yarn", Layout(tp=2, subsequences=3), {"swapped_tokens": 1024}),
+    "ring": ("latent-yarn", Layout(cp=2, subsequences=2), {"recompute": "full"}),
+    "all-gather": ("latent", Layout(cp=2, cp_exchange="all_gather", subsequences=2), ROWWISE),
+    "ulysses, two sequences": ("latent-yarn", Layout(ulysses=2, subsequences=2), {"micro_batch": 2}),
+    "row-wise recompute": ("latent-lite", Layout(tp=2, subsequences=2, **SP), ROWWISE),
+    "multiplexed": ("latent", Layout(pp=2, subsequences=3, multiplexed=True), {"global_batch": 1}),
+    "multiplexed, two sequences": (
+        "latent-yarn",
+        Layout(pp=2, subsequences=3, multiplexed=True),
+        {"micro_batch": 2, "recompute": "full"},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(n, marks=() if n in ("ring", "multiplexed, two sequences") else pytest.mark.slow)
+        for n in SUBSEQUENCES
+    ],
+)
+def test_subsequences_have_the_gradients_of_one_process(team: Team, case: str) -> None:
+    """The KV cache of the prefix holds keys and values expanded from the latents, values narrower than keys."""
+    name, layout, fields = SUBSEQUENCES[case]
+    sizes = {"seq_tokens": 1024, "micro_batch": 1, "global_batch": 2, "swapped_tokens": 0}
+    model = msgspec.structs.replace(LATENT_MODELS[name], layers=4)
+    chosen = decide(model, layout=layout, **(sizes | fields))
+    alone = parity.play(Member(0, 1), parity.one_process(chosen), 2, {})
+    parity.check(team, chosen, alone, steps=2, debug=True)

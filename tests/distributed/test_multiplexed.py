@@ -59,6 +59,7 @@ MORE = [
     ("gpt4", 2, 3, "swap mixed", {"seq_tokens": ODD}),
     ("llama4", 2, 4, "tokenwise mixed", {"overlap_p2p": False}),
     ("llama4", 2, 2, "full", {"tp": 2, "sequence_parallel": True}),
+    ("llama4", 2, 3, "tokenwise mixed", {"ulysses": 2, "seq_tokens": 2 * LONG}),
 ]
 
 
@@ -92,3 +93,24 @@ def test_every_combination(team: Team, name: str, case: tuple[Any, ...], policy:
     # step. At this length even a pipeline without helper stages comes near the tolerance.
     steps = 1 if changes.get("seq_tokens") == ODD else 2
     matches(team, name, multiplexed(name, *sizes, policy, **changes), steps=steps)
+
+
+SEVERAL = [
+    ("gpt4", 2, 4, "keep", {"micro_batch": 2}),
+    ("llama4", 2, 3, "tokenwise mixed", {"micro_batch": 3, "seq_tokens": ODD}),
+    ("llama4", 2, 2, "swap mixed", {"micro_batch": 2, "tp": 2, "sequence_parallel": True}),
+    ("llama4", 4, 4, "full", {"micro_batch": 2}),
+    ("gpt4", 4, 4, "swap in a window", {"micro_batch": 3, "partition": "flops", "overlap_p2p": False}),
+    ("llama4", 2, 3, "keep", {"micro_batch": 2, "dp": 2, "zero": 1, "schedule": "gpipe"}),
+    ("llama4", 2, 2, "swap mixed", {"micro_batch": 3, "ulysses": 2}),
+]
+
+
+@pytest.mark.parametrize(
+    "case", [*SEVERAL[:3], *(pytest.param(each, marks=pytest.mark.slow) for each in SEVERAL[3:])], ids=str
+)
+def test_several_sequences_a_micro_batch(team: Team, case: tuple[Any, ...]) -> None:
+    """Helpers compute whole sequences, and parts of those that they share with others or with the owner."""
+    *named, changes = case
+    batch = changes["micro_batch"] * changes.get("dp", 1)
+    matches(team, named[0], multiplexed(*named, global_batch=batch, **changes), steps=1, debug=True)

@@ -39,6 +39,24 @@ def test_stages_whose_layers_are_recomputed_differently(team: Team, layers: str,
     parity(team, "llama5", Layout(pp=2, **SCHEDULES[schedule]), **changes)
 
 
+SHARDED = [
+    ("llama4", Layout(dp=2, pp=2, zero=3), {}),
+    ("gpt4", Layout(dp=2, pp=2, zero=2, **SCHEDULES["interleaved"]), {"states": "host"}),
+    ("gpt4", Layout(cp=2, pp=2, zero=3, **SCHEDULES["gpipe"]), {}),
+    ("llama4", Layout(ulysses=2, pp=2, zero=3, **SCHEDULES["interleaved"]), {"overlap": "both"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "changes"),
+    [*SHARDED[:2], *(pytest.param(*each, marks=pytest.mark.slow) for each in SHARDED[2:])],
+    ids=str,
+)
+def test_stages_of_shards(team: Team, name: str, layout: Layout, changes: dict[str, Any]) -> None:
+    """ZeRO 2 and 3: blocks are gathered and gradients scattered for every micro-batch of every stage."""
+    parity(team, name, layout, 0.5, global_batch=4 * layout.dp, debug=True, **changes)
+
+
 UNEQUAL = [
     Layout(pp=3),
     Layout(pp=2, pp_layers=(1, 4), schedule="zero-bubble"),

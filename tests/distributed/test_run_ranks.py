@@ -36,6 +36,7 @@ STAGES = {
     "one4": Layout(),
     "pp2": Layout(pp=2),
     "pp2-dp2-zero1": Layout(pp=2, dp=2, zero=1),
+    "pp2-dp2-zero3": Layout(pp=2, dp=2, zero=3),
     "interleaved": Layout(pp=2, schedule="interleaved", virtual_stages=2),
 }
 """Layouts for a model with four layers: two pipeline stages of two virtual stages each."""
@@ -168,13 +169,14 @@ def test_a_checkpoint_goes_on_in_another_layout(
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_stages_goes_on_in_other_stages(team: Team, plans: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", ["pp2-dp2-zero1", "pp2-dp2-zero3"])
+def test_a_checkpoint_of_stages_goes_on_in_other_stages(team: Team, plans: Path, tmp_path: Path, source: str) -> None:
     """The embedding is tied: the first and the last stage both hold it, each with its own shares."""
     alone = outcomes(team, plans, "one4")[0].comparison.losses
-    outcomes(team, plans, "pp2-dp2-zero1", steps=SAVED, save=tmp_path)
+    outcomes(team, plans, source, steps=SAVED, save=tmp_path)
     state = checkpoint.latest(tmp_path)
     assert state is not None
-    for target in ("one4", "interleaved"):
+    for target in ("one4", "interleaved", "pp2-dp2-zero3"):
         shutil.copytree(state, tmp_path / target / state.name)
         resumed = outcomes(team, plans, target, save=tmp_path / target, resume=True)
         assert resumed[0].comparison.losses == pytest.approx(alone, rel=TOLERANCE)

@@ -112,6 +112,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "metp": {"layout": Layout(metp=4), "recompute": "tokenwise", "swapped_tokens": 2**14},
     "1f1b": {"layout": Layout(pp=4, dp=2, zero=1), "recompute_layers": "first-2"},
     "interleaved": {"layout": Layout(pp=4, schedule="interleaved", virtual_stages=2)},
+    "stages of shards": {"layout": Layout(pp=4, dp=2, zero=3), "recompute": "tokenwise", "swapped_tokens": 2**14},
     "zero-bubble": {"layout": Layout(pp=2, schedule="zero-bubble"), "recompute": "none"},
     "gpipe of subsequences": {
         "layout": Layout(pp=2, subsequences=8, schedule="gpipe", multiplexed=True),
@@ -119,6 +120,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "swapped_tokens": 2**17,
         "offload_window": 1,
         "global_batch": 1,
+    },
+    "several sequences, multiplexed": {
+        "layout": Layout(pp=2, subsequences=8, multiplexed=True),
+        "micro_batch": 3,
+        "global_batch": 3,
+        "recompute": "tokenwise",
+        "swapped_tokens": 3 * 2**17,
     },
     "subsequences, cp by all-gather": {"layout": Layout(cp=4, cp_exchange="all_gather", subsequences=8)},
     "subsequences in a ring": {

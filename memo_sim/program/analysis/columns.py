@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -69,6 +69,19 @@ class Operands:
     def once(self) -> bool:
         """Whether there is one part, which comes once."""
         return len(self.starts) == 1 and len(self.starts[0]) == 1
+
+    @property
+    def first_and_last(self) -> tuple[Ints, Ints]:
+        """The first and the last instruction of a repetition that touches each buffer.
+
+        Where none does, they are the number of all instructions and -1. Of several rows of a buffer, the one that is
+        assigned last stays.
+        """
+        first = np.full(len(self.bases), len(self.lane), dtype=NUMBER)
+        last = np.full(len(self.bases), -1, dtype=NUMBER)
+        first[self.buffer[::-1]] = self.instruction[::-1]
+        last[self.buffer] = self.instruction
+        return first, last
 
     def instructions(self, numbers: Ints) -> Ints:
         """Return instructions of the parts, numbered through the program, in every repetition.
@@ -126,7 +139,12 @@ class InstructionColumns:
 
     def by_template(self, rows: Sequence[NDArray[Entry]]) -> NDArray[Entry]:
         """Return for every instruction the entry of its template's row at its position."""
-        return np.concatenate([rows[0][:0], *(rows[template] for template in self.template_of.tolist())])
+        joined = np.concatenate([rows[0][:0], *rows])
+        length = np.array([len(each) for each in rows], dtype=np.int64)
+        shift = (np.cumsum(length) - length)[self.template_of] - self.starts[:-1]
+        entry = np.repeat(shift.astype(NUMBER), length[self.template_of])
+        entry += np.arange(len(entry), dtype=NUMBER)
+        return joined.take(entry)
 
     @property
     def of_instructions(self) -> InstructionColumns:
@@ -276,7 +294,7 @@ def _lanes(program: Program) -> Ints:
 
 def _instructions(program: Program, lanes: Ints) -> InstructionColumns:
     """Return the columns of instructions; ``lanes``: of those of the templates."""
-    template_of = np.array([i.template for i in program.instances], dtype=NUMBER)
+    template_of = program.template_of
     lengths = np.array([len(template.instructions) for template in program.templates], dtype=np.int64)
     starts = np.append(0, np.cumsum(lengths[template_of]))
     check_numbered(int(starts[-1]), "instructions")
@@ -303,7 +321,7 @@ class _Rows:
     """Place of the instruction in its template."""
     slot: Ints
     first: Ints
-    tokens: Ints
+    end: Ints
     mode: Ints
 
 
@@ -314,17 +332,10 @@ def _rows_of(program: Program) -> _Rows:
 
         templates   A: a0 a1 | B: b0 b1 b2        instances   A B A  ->  a0 a1 b0 b1 b2 a0 a1
     """
-    rows = [
-        (n, position, operand.slot, operand.first, operand.tokens, int(operand.mode))
-        for n, template in enumerate(program.templates)
-        for position, instruction in enumerate(template.instructions)
-        for operand in instruction.operands
-    ]
-    table = np.fromiter(chain.from_iterable(rows), np.int64, 6 * len(rows)).reshape(-1, 6)
-    template, position, slot, first, tokens, mode = np.ascontiguousarray(table.T)
-    return _Rows(
-        template.astype(NUMBER), position.astype(NUMBER), slot.astype(NUMBER), first, tokens, mode.astype(NUMBER)
-    )
+    rows = [template.operand_rows for template in program.templates]
+    template = np.repeat(np.arange(len(rows), dtype=NUMBER), [len(each) for each in rows])
+    position, slot, first, end, mode = np.ascontiguousarray(np.concatenate(rows).T)
+    return _Rows(template, position.astype(NUMBER), slot.astype(NUMBER), first, end, mode.astype(NUMBER))
 
 
 def _taken(lengths: Ints, template_of: Ints) -> tuple[Ints, Ints]:
@@ -347,10 +358,9 @@ class _Slots:
         bases |= {name: bases[f.region] for name, f in parts.items()}
         own, base, lengths, offset, scale = list[bool](), list[int](), list[int](), list[int](), list[int]()
         for template in program.templates:
-            owned = {f.name for f in template.own}
             lengths.append(len(template.slots))
-            for slot in template.slots:
-                mine, part = slot in owned, parts.get(slot)
+            for slot, mine in zip(template.slots, template.own_slots, strict=True):
+                part = parts.get(slot)
                 own.append(mine)
                 base.append(bases[f"{template.name}/{slot}" if mine else slot])
                 offset.append(part.offset if part else 0)
@@ -374,8 +384,8 @@ class _Slots:
     def ranges(self, rows: _Rows) -> tuple[Ints, Ints]:
         """Return the first row of each operand in its buffer, and the row after its last one."""
         slot = self.first[rows.template] + rows.slot
-        first = self._offset[slot] + rows.first * self._scale[slot]
-        return first, first + rows.tokens * self._scale[slot]
+        offset, scale = self._offset[slot], self._scale[slot]
+        return offset + rows.first * scale, offset + rows.end * scale
 
     def buffers(self, program: Program, template_of: Ints, *, own: bool) -> tuple[Ints, Ints]:
         """Return the buffer of every slot of every instance, and the position of each instance's first slot.
@@ -383,7 +393,7 @@ class _Slots:
         A slot of a shared family has the buffer that the instance names. A slot of the template's own family has the
         buffer of this instance; without ``own``, these slots are left out.
         """
-        bound = np.fromiter(chain.from_iterable(i.indices for i in program.instances), np.int64)
+        bound = program.bound_indices
         owned = np.diff(np.append(self.first_own, self.own.sum()))
         chosen = np.arange(len(self.own)) if own else np.flatnonzero(~self.own)
         lengths = self.lengths if own else self.lengths - owned

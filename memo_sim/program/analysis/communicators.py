@@ -44,7 +44,7 @@ def stages_of_key(key: Key) -> tuple[int, int]:
 
 def played(program: Program) -> Iterator[Instruction]:
     """Yield the instructions of every template that has an instance; the others need no groups."""
-    for number in sorted({instance.template for instance in program.instances}):
+    for number in sorted(set(program.template_of.tolist())):
         yield from program.templates[number].instructions
 
 

@@ -79,7 +79,8 @@ def _in_repetitions(columns: Columns | FoldedColumns, shared: list[Flags]) -> li
 def _concatenated(edges: list[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
     """Return the producers and the consumers of all edges."""
     none = np.zeros(0, dtype=NUMBER)
-    return np.concatenate([none, *(p for p, _ in edges)]), np.concatenate([none, *(c for _, c in edges)])
+    producers, consumers = ([none, *each] for each in zip(*edges, strict=True)) if edges else ([none], [none])
+    return np.concatenate(producers, dtype=NUMBER), np.concatenate(consumers, dtype=NUMBER)
 
 
 def _conflicts(operands: Operands, shared: Flags) -> list[tuple[Ints, Ints]]:
@@ -117,11 +118,10 @@ def _conflicts_of(operands: Operands, shared: Flags) -> list[tuple[Ints, Ints]]:
 
 def _shared(operands: Operands) -> Flags:
     """Return a flag for each buffer of a repetition: whether several lanes touch it."""
-    lane = operands.lane[operands.instruction]
-    last = np.zeros(len(operands.bases), dtype=NUMBER)
+    lane, last = operands.lane[operands.instruction], np.empty(len(operands.bases), dtype=NUMBER)
     last[operands.buffer] = lane
     found = np.zeros(len(operands.bases), dtype=np.bool_)
-    found[operands.buffer[last[operands.buffer] != lane]] = True
+    found[operands.buffer[lane != last[operands.buffer]]] = True
     return found
 
 
@@ -149,10 +149,7 @@ class _Uses:
 
 def _uses(operands: Operands, shared: Flags) -> _Uses:
     """Return how the dynamic buffers of all repetitions are used."""
-    # Operands are in program order: what is assigned last is a buffer's last user, or from behind its first one.
-    birth, death = (np.full(len(operands.bases), -1, dtype=NUMBER) for _ in range(2))
-    death[operands.buffer] = operands.instruction
-    birth[operands.buffer[::-1]] = operands.instruction[::-1]
+    birth, death = operands.first_and_last
     used = operands.dynamic & (death >= 0)
     touches = np.flatnonzero((shared & operands.dynamic)[operands.buffer])
     buffer, instruction = operands.buffer[touches], operands.instruction[touches]
@@ -203,8 +200,8 @@ def _segments(operands: Operands, shared: Flags) -> tuple[Ints, Ints, Ints]:
     span = int(end[some].max(initial=0)) + 1
     base = buffer[some].astype(np.int64) * span
     begins, ends = base + first[some], base + end[some]
-    cuts = np.sort(np.concatenate((begins, ends)))
-    cuts = cuts[_begins(cuts)]  # faster than np.unique, which hashes
+    chosen = _examples(begins, ends)
+    cuts = np.unique(np.concatenate((begins[chosen], ends[chosen])))
     low = np.searchsorted(cuts, begins)
     pieces = np.searchsorted(cuts, ends) - low
     source = np.repeat(np.arange(len(some), dtype=np.int64), pieces)
@@ -213,21 +210,46 @@ def _segments(operands: Operands, shared: Flags) -> tuple[Ints, Ints, Ints]:
     source = np.concatenate((other, some[source]))
     segment, order = sorted_with_places(segment)
     source = source[order]
-    return segment, instruction[source], mode[source]
+    instruction, mode = instruction[source], mode[source]
+    # What one lane does to a segment several times on end: its first and last time imply all orders.
+    doing = operands.lane[instruction] << int(Mode.ACCUMULATE).bit_length()
+    doing |= mode
+    first_time = _begins(segment) | _begins(doing)
+    kept = first_time | np.append(first_time[1:], True)[: len(first_time)]
+    return segment[kept], instruction[kept], mode[kept]
+
+
+def _examples(begins: Ints, ends: Ints) -> Flags:
+    """Choose at least one of all equal pairs, and few of them; to sort thousands of equal pairs would take longer."""
+    hashed = (begins ^ (begins >> 16) ^ (ends << 5)) & 0xFFFF
+    last = np.empty(1 << 16, dtype=NUMBER)
+    last[hashed] = np.arange(len(hashed), dtype=NUMBER)
+    example = last[hashed]
+    chosen: Flags = (begins[example] != begins) | (ends[example] != ends)
+    chosen[example] = True
+    return chosen
 
 
 def sorted_with_places(numbers: Ints) -> tuple[Ints, Ints]:
-    """Return small numbers in increasing order, and their places; equal ones stay in order.
+    """Return numbers in increasing order, and their places; equal ones stay in order. None may be negative."""
+    places = _places(numbers)
+    return numbers[places], places
 
-    It sorts (number, place) packed in 64 bits, which is several times faster than a stable ``argsort``.
+
+def _places(numbers: Ints, places: Ints | None = None) -> Ints:
+    """Return the places of numbers in increasing order; equal ones stay in the order of ``places``, or of ``numbers``.
+
+    It sorts 16 bits after 16 bits, because NumPy sorts numbers of 16 bits by counting: several times faster.
     """
-    bits = len(numbers).bit_length()
-    packed = np.left_shift(numbers, bits, dtype=np.int64)
-    packed |= np.arange(len(numbers), dtype=NUMBER)
-    packed.sort()
-    places = (packed & ((1 << bits) - 1)).astype(NUMBER)
-    packed >>= bits
-    return packed.astype(numbers.dtype, copy=False), places
+    most = int(numbers.max(initial=0))
+    for shift in range(0, max(most.bit_length(), 1), 16):
+        digit = (numbers >> shift).astype(np.uint16) if most >> 16 else numbers.astype(np.uint16)
+        if places is None:
+            places = np.argsort(digit, kind="stable").astype(NUMBER)
+        else:
+            places = places[np.argsort(digit[places], kind="stable")]
+    assert places is not None
+    return places
 
 
 def _begins(numbers: Ints) -> Flags:
@@ -251,34 +273,23 @@ def _last_before(flags: np.ndarray, row: Ints, group_start: Ints) -> Ints:
 
 def _reduced(producer: Ints, consumer: Ints, lane: Ints) -> Edges:
     """Drop edges that lane order and another edge between the same two lanes imply."""
-    kept_producers, kept_consumers = [], []
+    if not len(producer):
+        return Edges(producer, consumer)
     pair = lane[producer] * len(Lane)
     pair += lane[consumer]
-    for value in _distinct(pair):
-        chosen = pair == value
-        p, c = _by_consumer(producer[chosen], consumer[chosen], len(lane))
-        best = np.maximum.accumulate(p)
-        begins = _begins(c)
-        last_of_consumer = np.append(begins[1:], True)
-        # Keep each consumer's latest producer, and only if it is later than those that earlier consumers waited for.
-        first_row = np.maximum.accumulate(np.where(begins, np.arange(len(c), dtype=NUMBER), 0))
-        before = np.where(first_row > 0, best[np.maximum(first_row - 1, 0)], -1)
-        keep = last_of_consumer & (best > before)
-        kept_producers.append(best[keep])
-        kept_consumers.append(c[keep])
-    if not kept_producers:
-        empty = np.zeros(0, dtype=NUMBER)
-        return Edges(empty, empty)
-    p, c = np.concatenate(kept_producers), np.concatenate(kept_consumers)
-    return Edges(*_by_consumer(p, c, len(lane)))
-
-
-def _by_consumer(producer: Ints, consumer: Ints, count: int) -> tuple[Ints, Ints]:
-    """Return edges between ``count`` instructions in the order of consumers, then of producers."""
-    bits = count.bit_length()
-    packed = np.left_shift(consumer, bits, dtype=np.int64)
-    packed |= producer
-    packed.sort()
-    producers = (packed & ((1 << bits) - 1)).astype(NUMBER)
-    packed >>= bits
-    return producers, packed.astype(NUMBER)
+    # By consumer, the latest producer of each pair of lanes: best of the rows of a pair so far.
+    order = _places(pair, _places(consumer))
+    pair, consumer, producer = pair[order], consumer[order], producer[order]
+    other_pair = _begins(pair)
+    base = np.cumsum(other_pair, dtype=np.int64)
+    base *= len(lane)
+    best = np.maximum.accumulate(base + producer)
+    firsts = np.flatnonzero(other_pair | _begins(consumer))
+    best = best[np.append(firsts[1:], len(best)) - 1]
+    # Keep each consumer's latest producer, and only if it is later than those that earlier consumers waited for.
+    keep = best > np.append(-1, best[:-1])
+    keep |= other_pair[firsts]
+    firsts = firsts[keep]
+    producer, consumer = (best[keep] - base[firsts]).astype(NUMBER), consumer[firsts]
+    order = _places(consumer, _places(producer))
+    return Edges(producer[order], consumer[order])

@@ -48,10 +48,7 @@ def liveness(program: Program, columns: Columns | FoldedColumns) -> Liveness:
     birth = np.full(count, columns.lane.size, dtype=NUMBER)
     death = np.full(count, -1, dtype=NUMBER)
     for operands in columns.operands:
-        # Operands are in program order: what is assigned last is the last user, or from behind the first one.
-        first, last = (np.full(len(operands.bases), -1, dtype=NUMBER) for _ in range(2))
-        last[operands.buffer] = operands.instruction
-        first[operands.buffer[::-1]] = operands.instruction[::-1]
+        first, last = operands.first_and_last
         used = last >= 0
         buffers = operands.buffers(used)
         birth[buffers], death[buffers] = operands.instructions(np.array([first[used], last[used]]))

@@ -63,7 +63,7 @@ def _calls(stage: int, program: Program, numbers: dict[tuple[object, ...], int])
     ``numbers``: of the kinds of calls seen so far; new ones are added.
     """
     lengths = np.array([len(t.instructions) for t in program.templates], dtype=np.int64)
-    template_of = np.array([i.template for i in program.instances], dtype=np.int64)
+    template_of = program.template_of
     length = lengths[template_of]
     starts = np.cumsum(length) - length
     # Sends and receives are counted separately, but matched calls have the same number, so it leaves out the lane.

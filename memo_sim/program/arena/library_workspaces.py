@@ -13,7 +13,6 @@ declares scratch whose size depends on the processor's instruction set: the exec
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -123,18 +122,17 @@ def without_library(program: Program, lives: Liveness) -> Liveness:
 
 def _of_libraries(program: Program) -> Flags:
     """Return a flag for each buffer: whether a library allocates it."""
-    bases, uses = dict(program.family_bases), Counter(i.template for i in program.instances)
+    bases, uses = dict(program.family_bases), np.bincount(program.template_of, minlength=len(program.templates))
     bases |= {f.name: bases[f.region] for f in program.families if f.region}
     chosen: Flags = np.zeros(sum(f.count for f in program.all_families), dtype=np.bool_)
     for number, template in enumerate(program.templates):
         asked = {
             o.slot for i in template.instructions if i.op in LIBRARY_OPS for o in i.operands if o.role == "workspace"
         }
-        own = {f.name for f in template.own}
-        bound = [slot for slot, name in enumerate(template.slots) if name not in own]
+        bound = [slot for slot, own in enumerate(template.own_slots) if not own]
         for slot in asked:
             name = template.slots[slot]
-            if name in own:
+            if template.own_slots[slot]:
                 base = bases[f"{template.name}/{name}"]
                 chosen[base : base + uses[number]] = True
                 continue

@@ -2,7 +2,8 @@
 
 cp 1           one square over all tokens, causal unless the model is bidirectional
 subsequences   a square over the subsequence's own tokens, and one call over all earlier keys (``subsequence.py``);
-               with cp also calls over the keys of other ranks (``divided_subsequence.py``)
+               with cp also calls over the keys of other ranks (``divided_subsequence.py``), and of a part of a
+               subsequence of several sequences, calls by sequence (``portion.py``)
 ring           the local square; keys and values pass from rank to rank (``ring.py``)
 windowed       a window's keys come from the neighbouring ranks alone, in both forms above (``windowed.py``)
 all_gather     the local square; every rank gathers all keys and values (``all_gather.py``)
@@ -16,7 +17,7 @@ from typing import Protocol
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.attention import all_gather as gathered_attention
-from memo_sim.program.attention import divided_subsequence, ring, rsa, windowed
+from memo_sim.program.attention import divided_subsequence, portion, ring, rsa, windowed
 from memo_sim.program.attention import plain as plain_attention
 from memo_sim.program.attention import subsequence as prefix_attention
 from memo_sim.program.attention.partial import attention_work, documents, workspace
@@ -42,6 +43,14 @@ class _Around(Protocol):
     def backward(self, builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None: ...
 
 
+class _Whole(Protocol):
+    """Interface of a form that writes all of attention."""
+
+    def forward(self, builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None: ...
+
+    def backward(self, builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None: ...
+
+
 def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
     """Write attention forward: reads ``qkv``, writes ``attn`` and ``lse``.
 
@@ -55,8 +64,7 @@ def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> Non
         plain_attention.forward(builder, decisions, shape)
         return
     if shape.kv_cache_tokens:
-        prefix = (windowed if shape.window else divided_subsequence) if shape.cp > 1 else prefix_attention
-        prefix.forward(builder, decisions, shape)
+        _of_a_subsequence(decisions, shape).forward(builder, decisions, shape)
         return
     if shape.window and shape.cp > 1:
         windowed.forward(builder, decisions, shape)
@@ -97,8 +105,7 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
         plain_attention.backward(builder, decisions, shape)
         return
     if shape.kv_cache_tokens:
-        prefix = (windowed if shape.window else divided_subsequence) if shape.cp > 1 else prefix_attention
-        prefix.backward(builder, decisions, shape)
+        _of_a_subsequence(decisions, shape).backward(builder, decisions, shape)
         return
     if shape.window and shape.cp > 1:
         windowed.backward(builder, decisions, shape)
@@ -152,6 +159,13 @@ def longest_keys(decisions: Decisions, shape: Shape) -> int:
         else gathered_attention.most_keys(decisions, shape)
     )
     return max(shape.tokens, gathered)
+
+
+def _of_a_subsequence(decisions: Decisions, shape: Shape) -> _Whole:
+    """Return the form of attention beside a KV cache of the prefix."""
+    if shape.cp > 1:
+        return windowed if shape.window else divided_subsequence
+    return portion if portion.is_portion(decisions, shape) else prefix_attention
 
 
 def _mask(decisions: Decisions) -> Mask:

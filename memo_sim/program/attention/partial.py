@@ -38,13 +38,14 @@ def attention_work(
     backward: bool,
     window: int = 0,
     segments: Segments = (),
+    sequences: int = 0,
 ) -> Attention:
-    """Return the work of one call; ``q`` queries and ``k`` keys are counted over all sequences of the micro-batch.
+    """Return the work of one call; ``q`` queries and ``k`` keys are counted over all of its sequences.
 
     ``window``: how many keys a query sees at most; 0: all that the mask leaves. ``segments``: the pairs of packed
-    documents among them.
+    documents among them. ``sequences``: how many there are; 0: all of the micro-batch.
     """
-    batch = decisions.micro_batch
+    batch = sequences or decisions.micro_batch
     kind = partial(WindowedAttention, window=window) if window else Attention
     return kind(
         batch=batch,
@@ -164,16 +165,25 @@ def put(builder: TemplateBuilder, name: str, part: Rows, into: Rows) -> None:
     builder.emit(name, "copy", Lane.COMPUTE, work, source=reads(part), target=writes(into))
 
 
-def queries(builder: TemplateBuilder) -> dict[str, Access]:
-    """Return a call's queries as an operand: slot ``q`` beside a KV cache of the prefix, else the packed ``qkv``."""
-    return {name: reads(builder.all(name)) for name in ("q" if builder.has("q") else "qkv",)}
+def queries(builder: TemplateBuilder, own: tuple[int, int] | None = None) -> dict[str, Access]:
+    """Return a call's queries as an operand: slot ``q`` beside a KV cache of the prefix, else the packed ``qkv``.
+
+    ``own``: the first of the rows, and their number; by default all.
+    """
+    name = "q" if builder.has("q") else "qkv"
+    return {name: reads(own_rows(builder, name, own))}
+
+
+def own_rows(builder: TemplateBuilder, slot: str, own: tuple[int, int] | None) -> Rows:
+    """Return the rows ``own`` (first row, rows) of a slot, or all."""
+    return Rows(slot, *own) if own else builder.all(slot)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
     """One unmasked call: queries of this rank against ``keys`` of other ranks or of earlier subsequences.
 
-    The queries are all of the rank's, or with ``late`` the late half of each sequence.
+    The queries are all of the rank's, or with ``late`` the late half of each sequence, or the rows ``own``.
     """
 
     keys: Rows
@@ -184,15 +194,30 @@ class Part:
     """The pairs of packed documents; empty for one document."""
     chunks: tuple[int, ...] = ()
     """The chunks of a sequence, of 2 x cp, whose keys these are."""
+    own: tuple[int, int] | None = None
+    """First row and number of rows of the queries, where they are those of some sequences alone."""
+    sequences: int = 0
+    """The number of these sequences; 0: all of the micro-batch."""
 
     def queries(self, shape: Shape) -> int:
         """Return the number of queries."""
+        if self.own:
+            return self.own[1]
         return shape.tokens // 2 if self.late else shape.tokens
 
     def work(self, decisions: Decisions, shape: Shape, *, backward: bool) -> Attention:
         """Return the work of the call."""
         queries, keys = self.queries(shape), self.keys.tokens
-        work = attention_work(decisions, shape, queries, keys, "none", backward=backward, segments=self.segments)
+        work = attention_work(
+            decisions,
+            shape,
+            queries,
+            keys,
+            "none",
+            backward=backward,
+            segments=self.segments,
+            sequences=self.sequences,
+        )
         return replace(work, chunks=self.chunks) if self.segments else work
 
 
@@ -214,14 +239,15 @@ def part_forward(
         "attention",
         Lane.COMPUTE,
         part.work(decisions, shape, backward=False),
-        **queries(builder),
+        **queries(builder, part.own),
         **documents(builder),
         kv=reads(part.keys),
         out=writes(out),
         lse=writes(lse),
         workspace=_shared_workspace(builder, decisions, shape, name, most_keys, backward=False),
     )
-    merge_part(builder, f"{merge}{part.suffix}", (out, lse), (builder.all("attn"), builder.all("lse")))
+    merged = own_rows(builder, "attn", part.own), own_rows(builder, "lse", part.own)
+    merge_part(builder, f"{merge}{part.suffix}", (out, lse), merged)
 
 
 def merge_part(builder: TemplateBuilder, name: str, part: tuple[Rows, Rows], whole: tuple[Rows, Rows]) -> None:
@@ -254,12 +280,12 @@ def part_backward(
         "attention.bwd",
         Lane.COMPUTE,
         part.work(decisions, shape, backward=True),
-        grad=reads(builder.all("d_attn")),
-        **queries(builder),
+        grad=reads(own_rows(builder, "d_attn", part.own)),
+        **queries(builder, part.own),
         **documents(builder),
         kv=reads(part.keys),
-        out=reads(builder.all("attn")),
-        lse=reads(builder.all("lse")),
+        out=reads(own_rows(builder, "attn", part.own)),
+        lse=reads(own_rows(builder, "lse", part.own)),
         grad_q=writes(Rows("d_q.part", 0, tokens)),
         grad_kv=writes(into),
         workspace=_shared_workspace(builder, decisions, shape, name, most_keys, backward=True),

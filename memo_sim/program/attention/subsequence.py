@@ -158,10 +158,10 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
         room = max(shape.tokens, longest)
         builder.own(ASIDE, BufferClass.TRANSIENT, decisions.dtype, room, shape.cache_width)
     queries = builder.all(d_q)
-    own_square_backward(builder, decisions, shape, queries, _written(builder, decisions, shape, mine), mine)
+    own_square_backward(builder, decisions, shape, queries, written_rows(builder, decisions, shape, mine), mine)
     for run, (first, rows) in enumerate(earlier):
         part = Part(Rows(KV, first, rows.tokens), suffix=f".k{run}" if len(earlier) > 1 else "")
-        written = _written(builder, decisions, shape, rows)
+        written = written_rows(builder, decisions, shape, rows)
         part_backward(builder, decisions, shape, part, f"{KEY_PART}.bwd", into=written, most_keys=longest)
         add(builder, decisions, f"d_q.add{part.suffix}", builder.all("d_q.part"), queries)
         sum_into(builder, decisions, shape, f".before{part.suffix}", written, rows)
@@ -322,7 +322,7 @@ def is_direct(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> b
     return is_last(shape) and builder.dtype(sums_of(shape)[0][1].slot) == decisions.dtype
 
 
-def _written(builder: TemplateBuilder, decisions: Decisions, shape: Shape, into: Rows) -> Rows:
+def written_rows(builder: TemplateBuilder, decisions: Decisions, shape: Shape, into: Rows) -> Rows:
     """Return the rows to which a kernel writes gradients that belong to the sums ``into``."""
     return into if is_direct(builder, decisions, shape) else Rows(ASIDE, 0, into.tokens)
 

@@ -203,10 +203,19 @@ class Optimizer:
         return self.narrow > 0 and self.shards > 1 and not fp8.delayed(self.decisions)
 
     def shared(self, name: Literal["params", "grads"]) -> bool:
-        """Whether a rank holds only its shard of the block's parameters or gradients."""
-        if name == "grads" and self.frozen:
+        """Whether a rank holds only its shard of the block's parameters or gradients.
+
+        A tied embedding of several pipeline stages is whole, as with ZeRO 1: the first stage has it with the learned
+        positions, the last without, so that shards of their gradients would not be of the same rows.
+        """
+        if (name == "grads" and self.frozen) or self._spans_stages:
             return False
         return self.shards > 1 and self.decisions.layout.zero >= {"grads": 2, "params": 3}[name]
+
+    @property
+    def _spans_stages(self) -> bool:
+        """Whether two pipeline stages hold the block: a tied embedding."""
+        return self.decisions.layout.pp > 1 and self.decisions.model.tied_embeddings and self.kind is BlockKind.EMBED
 
     @property
     def reduced_early(self) -> bool:

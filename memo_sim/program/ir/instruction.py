@@ -11,9 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+from functools import cached_property
 from typing import Literal
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
@@ -193,11 +196,12 @@ class Instruction(msgspec.Struct, frozen=True, gc=False):
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Template:
     """A sequence of instructions that many instances repeat; slot i is bound to a buffer of family ``slots[i]``.
 
-    ``own`` are the families that live inside the template: each instance gets fresh buffers of them.
+    ``own`` are the families that live inside the template: each instance gets fresh buffers of them. Stages and plans
+    share templates, so what follows from one alone is computed once.
     """
 
     name: str
@@ -210,6 +214,22 @@ class Template:
     """The kind of layers that a layer's template is for; None where all are alike. The name contains it."""
     cut: int = field(default=0, repr=False)
     """Number of the instruction with which the second half of a helper stage's layer begins; 0 without halves."""
+
+    @cached_property
+    def own_slots(self) -> tuple[bool, ...]:
+        """For each slot, whether it has a buffer of the template's own families."""
+        own = {family.name for family in self.own}
+        return tuple(name in own for name in self.slots)
+
+    @cached_property
+    def operand_rows(self) -> NDArray[np.int64]:
+        """A row for each operand, in order: its instruction, slot, first token, the token after it, and its mode."""
+        rows = [
+            (number, o.slot, o.first, o.first + o.tokens, int(o.mode))
+            for number, instruction in enumerate(self.instructions)
+            for o in instruction.operands
+        ]
+        return np.array(rows, dtype=np.int64).reshape(-1, 5)
 
 
 class Instance(msgspec.Struct, frozen=True, gc=False):

@@ -7,12 +7,14 @@ from places and instruction names, and not stored.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 from msgspec.structs import replace
 
+from memo_sim.program.ir.instances import Instances, Numbers
 from memo_sim.program.ir.instruction import Family, Instance, Instruction, Template
 from memo_sim.program.layout.schedule import Pass
 
@@ -30,7 +32,7 @@ class Program:
     stage: str
     families: tuple[Family, ...]
     templates: tuple[Template, ...]
-    instances: tuple[Instance, ...]
+    instances: Sequence[Instance]
     micro_batches: int
     passes: tuple[tuple[Pass, int], ...] = ()
     """The passes of the stage's schedule, each with the number of its first instance."""
@@ -38,15 +40,23 @@ class Program:
     @cached_property
     def instruction_count(self) -> int:
         """Number of instructions of the whole step."""
-        lengths = [len(t.instructions) for t in self.templates]
-        return sum(lengths[i.template] for i in self.instances)
+        lengths = np.array([len(t.instructions) for t in self.templates], dtype=np.int64)
+        return int(lengths[self.template_of].sum())
+
+    @property
+    def template_of(self) -> Numbers:
+        """The template of every instance."""
+        return Instances.listed(self.instances).templates
+
+    @property
+    def bound_indices(self) -> Numbers:
+        """The indices of all instances, one instance after another."""
+        return Instances.listed(self.instances).indices
 
     @cached_property
     def all_families(self) -> tuple[Family, ...]:
         """Shared families, then the templates' own families with one buffer for each instance."""
-        uses = [0] * len(self.templates)
-        for instance in self.instances:
-            uses[instance.template] += 1
+        uses = np.bincount(self.template_of, minlength=len(self.templates)).tolist()
         own = [
             replace(f, name=f"{t.name}/{f.name}", count=n)
             for t, n in zip(self.templates, uses, strict=True)

@@ -139,10 +139,14 @@ class WholeAttention:
         packed = Rows(qkv, first, tokens)
         shared_heads.exchange(writer, packed, shape.tokens)
         positions(writer, packed, Rows("qk_raw", first, tokens))
-        inside, degree = shape.attention, shape.ulysses
         if shape.kv_cache_tokens:
-            writer.own("qkv", inside.tokens, inside.qkv_width)
+            writer.own("qkv", shape.attention.tokens, shape.attention.qkv_width)
         self.ulysses.to_heads("qkv", packed, writer.suffix)
-        if shape.kv_cache_tokens:
-            fresh, packed = self.builder.phase is Phase.FORWARD, Rows("qkv", degree * first, degree * tokens)
-            prefix_attention.split(self.builder, inside, packed, writer.suffix, keys=fresh)
+        self._split(rows)
+
+    def _split(self, rows: RowBlock) -> None:
+        """Beside a KV cache of the prefix: copy the queries of ``rows``, and in forward their keys and values to it."""
+        if self.shape.kv_cache_tokens:
+            inside, degree = self.shape.attention, self.shape.ulysses
+            fresh, packed = self.builder.phase is Phase.FORWARD, Rows("qkv", degree * rows[0], degree * rows[1])
+            prefix_attention.split(self.builder, inside, packed, self.writer.suffix, keys=fresh)

@@ -65,6 +65,7 @@ class LatentAttentionHalf(WholeAttention):
         writer.own("qkv", shape.attention.tokens, shape.attention.qkv_width)
         self.latents.expand(self._block(rows), packed)
         self.ulysses.to_heads("qkv", packed, writer.suffix)
+        self._split(rows)
 
     def _rebuild(self) -> None:
         """Write the heads of all rows again, in the row blocks of forward, so that they are equal bit for bit."""

@@ -225,7 +225,7 @@ class RowwiseLayer(OperatorWriter):
             packed, block = self._packed(rows), self._block(rows)
             self.latents.compress(block)
             self.latents.expand(block, packed)
-            self.ulysses.to_head_ranks("qkv", packed, self._head_sharded("qkv", rows), self.suffix)
+            self._exchange_and_split(packed, rows)
             return
         norms.norm(self, "norm1", "x", rows, (0, tokens))
         packed = self._packed(rows)
@@ -239,7 +239,11 @@ class RowwiseLayer(OperatorWriter):
         self.gather_and_multiply("norm1", shard, "norm1_full", (0, tokens), product, tokens=self.room)
         shared_heads.exchange(self, packed, room)
         positions(self, packed, self._raw(rows), first=first - packed.first)
-        at = (0, tokens) if self.shape.kv_cache_tokens else rows
+        self._exchange_and_split(packed, rows)
+
+    def _exchange_and_split(self, packed: Rows, rows: RowBlock) -> None:
+        """Write the all-to-all of a block's Q, K and V, and beside a KV cache of the prefix their copies."""
+        at = (0, rows[1]) if self.shape.kv_cache_tokens else rows
         self.ulysses.to_head_ranks("qkv", packed, self._head_sharded("qkv", at), self.suffix)
         if self.shape.kv_cache_tokens:
             fresh, queries = self.builder.phase is Phase.FORWARD, self._head_sharded("q", rows)

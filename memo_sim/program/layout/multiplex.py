@@ -9,6 +9,8 @@ of a wave end together. The rows are divided as follows:
 - The work above the level fills the idle stages, one after the other.
 - A helper stage computes the first rows of a subsequence, because all of their keys are known. The owner computes the
   last rows.
+- Of a micro-batch of several sequences, a subsequence has its rows of every sequence, one sequence after the other. So
+  the first rows are those of the first sequences, and need keys of these alone (``sequence_rows.py``).
 
       p 4, wave 2     stage 0  s2 ...... ++      three tasks, 3/4 of one for each stage; stage 3 computes ++,
                       stage 1  s1 ...... ++      which are rows before those that stay with the owner
@@ -87,13 +89,15 @@ def _shared(
     decisions: Decisions, parts: Sequence[int], tasks: Sequence[tuple[int, int]], idle: Sequence[int]
 ) -> Iterator[Task]:
     """Yield the tasks (subsequence, stage) of a wave, with the portions that ``idle`` stages compute."""
-    k, granule = earlier_tokens(decisions.model), decisions.swap_granule
+    k, granule = earlier_tokens(decisions.model) / decisions.layout.ulysses, decisions.swap_granule
     starts = (0, *accumulate(parts))
-    works = [_work(starts[x + 1], k) - _work(starts[x], k) for x, _ in tasks]
+    sequences = decisions.micro_batch
+    each = [_work(starts[x + 1] // sequences, k) - _work(starts[x] // sequences, k) for x, _ in tasks]
+    works = [sequences * work for work in each]
     level = _level(works, len(idle))
     filled = 0.0
-    for (x, stage), work in zip(tasks, works, strict=True):
-        begin, portions, first = starts[x], [], 0
+    for (x, stage), work, of_one in zip(tasks, works, each, strict=True):
+        begin, length, portions, first = starts[x] // sequences, parts[x] // sequences, [], 0
         given, excess = 0.0, max(0.0, work - level)
         most = (parts[x] - 1) // granule * granule
         while excess - given > level * 1e-9:
@@ -101,7 +105,8 @@ def _shared(
             room = (helper + 1) * level - filled if helper < len(idle) - 1 else excess
             taken = min(excess - given, room)
             given, filled = given + taken, filled + taken
-            end = _tokens(_work(begin, k) + given, k) - begin
+            whole = min(int(given / of_one + 1e-9), sequences - 1)
+            end = whole * length + _tokens(_work(begin, k) + given - whole * of_one, k) - begin
             last = min(most, round(end / granule) * granule)
             if last > first:
                 portions.append(Portion(idle[helper], first, last - first))

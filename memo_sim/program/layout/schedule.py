@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 from memo_sim.contract.plan import Layout
 
@@ -118,6 +119,13 @@ def one_forward_one_backward(stage: int, stages: int, units: Units) -> list[Pass
 
 def interleaved(stage: int, stages: int, units: Units, chunks: int) -> list[Pass]:
     """Return 1F1B over ``chunks`` chunks of layers, with more warmup forwards: those of all chunks but the last."""
+    forwards, backwards, own = _chunks_in_turn(stages, units, chunks)
+    return _in_turn(forwards, backwards, 2 * (stages - 1 - stage) + own)
+
+
+@lru_cache(maxsize=4)
+def _chunks_in_turn(stages: int, units: Units, chunks: int) -> tuple[list[Pass], list[Pass], int]:
+    """Return what stages of an interleaved pipeline share: its forwards, its backwards, and the shortest warmup."""
 
     def through(kind: Kind, order: list[Unit], among: list[int]) -> list[Pass]:
         """Return the passes of ``order``, one group of ``stages`` units after the other.
@@ -133,7 +141,7 @@ def interleaved(stage: int, stages: int, units: Units, chunks: int) -> list[Pass
     # On the last stage, which waits for no later stage, warmup is just long enough that each forward precedes its
     # backward.
     own = max(made[b.micro_batch, b.subsequence, b.chunk] - n for n, b in enumerate(backwards))
-    return _in_turn(forwards, backwards, 2 * (stages - 1 - stage) + own)
+    return forwards, backwards, own
 
 
 def zero_bubble(stage: int, stages: int, units: Units) -> list[Pass]:

@@ -6,7 +6,7 @@ Each message is one p2p transfer, and both of its stages have a template for it 
     forward    x (once)       owner -> helper    the helper's rows of the stage's input
                params         owner -> helper    the layer's parameters
                before         owner -> helper    keys and values of the earlier subsequences
-               kv             helper -> later    the helper's keys and values: to later helpers and the owner
+               kv             helper -> later    the helper's keys and values: to the owner, and to later helpers
                out (once)     helper -> owner    the helper's rows of the stage's output
     backward   grad (once)    owner -> helper    the helper's rows of the output's gradient
                again, kept    owner -> helper    parameters, and all keys and values up to the helper's last row
@@ -14,26 +14,29 @@ Each message is one p2p transfer, and both of its stages have a template for it 
                d_kv.before    helper -> owner    gradients of the keys and values of the earlier subsequences
                grads          helper -> owner    gradients of the layer's parameters
                grad_in (once) helper -> owner    the helper's rows of the input's gradient
+
+Of a micro-batch of several sequences, a helper has rows of some of them, and keys and values of these sequences alone
+are sent to it. They lie apart in the KV cache, one range for each earlier subsequence, and each range is a message of
+its own (``before.0``, ``before.1``). Later rows of another sequence attend to none of the helper's.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.builder import Rows, TemplateBuilder, reads, writes
 from memo_sim.program.ir.instruction import Family, Lane
 from memo_sim.program.ir.kinds import BlockKind, Phase, TemplateKind
 from memo_sim.program.ir.work import PointToPoint
 from memo_sim.program.layout.multiplex import Portion, Task
+from memo_sim.program.layout.sequence_rows import Range, earlier_ranges, first_seen, side_by_side
 from memo_sim.program.layout.shape import Shape
 
 FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
 TO_HELPER = {"x": FORWARD, "params": FORWARD, "before": FORWARD, "grad": BACKWARD, "again": BACKWARD, "kept": BACKWARD}
 TO_HELPER |= {"d_kv": BACKWARD}
 TO_OWNER = {"kv": FORWARD, "out": FORWARD, "d_kv.before": BACKWARD, "grads": BACKWARD, "grad_in": BACKWARD}
-
-Range = tuple[int, int]
-"""First row, and number of rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,40 +74,78 @@ class Link:
     ``shape`` has the sizes of the whole subsequence.
     """
 
+    decisions: Decisions
     shape: Shape
     task: Task
     portion: Portion
 
     @property
-    def before(self) -> Range:
-        """Rows of the KV cache that belong to earlier subsequences."""
-        return 0, self.shape.start
+    def before(self) -> tuple[Range, ...]:
+        """Rows of the KV cache that the portion attends to, of earlier subsequences."""
+        return earlier_ranges(self.decisions, *self.own)
 
     @property
     def own(self) -> Range:
         """Rows of the KV cache that belong to the portion."""
-        return self.shape.start + self.portion.first, self.portion.tokens
+        return self.rows_of(self.portion)
 
     @property
-    def known(self) -> Range:
-        """Rows of the KV cache up to the portion's last."""
-        return 0, sum(self.own)
+    def known(self) -> tuple[Range, ...]:
+        """Rows of the KV cache that the portion attends to, its own included."""
+        first = first_seen(self.decisions, self.own[0])
+        return side_by_side([*self.before, (first, sum(self.own) - first)])
+
+    @property
+    def summed(self) -> Range:
+        """The portion's rows of which the owner has sums of gradients: all that later subsequences attend to.
+
+        Of the last subsequence they are those that the owner's own rows attend to.
+        """
+        last = self.shape.start + self.shape.tokens == self.shape.kv_cache_tokens
+        return self.seen_by(self.task.own) if last else self.own
+
+    def seen_by(self, later: Portion) -> Range:
+        """Return the portion's rows that later rows of the subsequence attend to: those of the same sequence."""
+        first = max(self.own[0], first_seen(self.decisions, self.rows_of(later)[0]))
+        return first, max(0, sum(self.own) - first)
+
+    def rows_of(self, portion: Portion) -> Range:
+        """Return a portion's rows of the KV cache."""
+        degree = self.shape.ulysses
+        return degree * (self.shape.start + portion.first), degree * portion.tokens
 
     @property
     def shard(self) -> Range:
         """The portion's rows of tensors between layers, which sequence parallelism divides."""
         return self.shape.shard(self.portion.first), self.shape.shard(self.portion.tokens)
 
-    def message(self, what: str) -> Message:
-        """Return a message between the helper and the task's owner."""
-        helper, owner = self.portion.stage, self.task.stage
-        if what in TO_HELPER:
-            return Message(what, TO_HELPER[what], owner, helper)
-        return Message(what, TO_OWNER[what], helper, owner)
+    def messages(self, what: str) -> list[tuple[Message, Range | None]]:
+        """Return the messages of one kind between the helper and the task's owner, with their rows of the KV cache.
 
-    def exists(self, what: str) -> bool:
-        """Whether a message exists: the first subsequence has no earlier keys and values."""
-        return self.shape.start > 0 or what not in ("before", "d_kv.before")
+        None for the rows of other tensors. The first subsequence has no earlier keys and values.
+        """
+        helper, owner = self.portion.stage, self.task.stage
+        to_helper = what in TO_HELPER
+        phase, ends = (TO_HELPER if to_helper else TO_OWNER)[what], (owner, helper) if to_helper else (helper, owner)
+        ranges = self._rows_of(what)
+        if ranges is None:
+            return [(Message(what, phase, *ends), None)]
+        if len(ranges) == 1:
+            return [(Message(what, phase, *ends), ranges[0])]
+        return [(Message(f"{what}.{n}", phase, *ends), rows) for n, rows in enumerate(ranges)]
+
+    def _rows_of(self, what: str) -> tuple[Range, ...] | None:
+        match what:
+            case "before" | "d_kv.before":
+                return self.before
+            case "kept":
+                return self.known
+            case "kv":
+                return (self.own,)
+            case "d_kv":
+                return (self.summed,) if self.summed[1] else ()
+            case _:
+                return None
 
     def keys_to(self, later: Portion) -> Message:
         """Return the message with the portion's keys and values to the helper of later rows."""

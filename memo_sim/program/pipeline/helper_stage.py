@@ -36,7 +36,7 @@ from memo_sim.program.layout.parameters import Block
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.stage import Stage
 from memo_sim.program.layout.subsequence import Subsequence
-from memo_sim.program.pipeline.helper_p2p import BACKWARD, FORWARD, TO_HELPER, TO_OWNER, Link, Range
+from memo_sim.program.pipeline.helper_p2p import BACKWARD, FORWARD, TO_HELPER, TO_OWNER, Link
 from memo_sim.program.pipeline.subsequence_templates import Bound, SubsequenceTemplates
 
 PARAMS, GRADS, BETWEEN = "params", "grads", "between"
@@ -69,12 +69,13 @@ class HelperStage:
         """Buffers and templates of these rows' whole layers, from which the halves are made."""
         self.layers = len(owner.layers)
         self.suffix = f".s{task.subsequence}.of{owner.index}"
-        self.link = Link(shape, task, portion)
+        self.link = Link(decisions, shape, task, portion)
         at = task.portions.index(portion)
-        self.earlier = [Link(shape, task, each) for each in task.portions[:at]]
-        """Links of the helpers of the task's earlier rows."""
-        self.later = task.helpers[at + 1 :]
-        """Portions of the helpers of later rows; the owner has the last rows."""
+        before = [Link(decisions, shape, task, each) for each in task.portions[:at]]
+        self.earlier = [each for each in before if each.seen_by(portion)[1]]
+        """Links of the helpers of the task's earlier rows that these rows attend to."""
+        self.later = [each for each in task.helpers[at + 1 :] if self.link.seen_by(each)[1]]
+        """Portions of the helpers of later rows that attend to these; the owner has the last rows."""
         self._between: list[Family] = []
         self._held = self._hold()
         self._slots: dict[str, list[tuple[str, str]]] = {}
@@ -111,7 +112,8 @@ class HelperStage:
     def _hold(self) -> Families:
         """Return the buffers that templates bind, by plain name."""
         shape, layers, dtype = self.shape, self.layers, self.decisions.dtype
-        kv, exchange, cache = shape.cache_width, BufferClass.EXCHANGE, BufferClass.KV_CACHE
+        inside = shape.attention
+        kv, exchange, cache = inside.cache_width, BufferClass.EXCHANGE, BufferClass.KV_CACHE
         summed = Optimizer(self.decisions, self.block, BlockKind.LAYER, layers).grad_dtype
         rows = (shape.shard_tokens, shape.hidden)
         found = [
@@ -120,14 +122,15 @@ class HelperStage:
             Family(GRADS, exchange, summed, self.block.elements, 1, layers, kind=FamilyKind.WHOLE_GRADS),
             Family("stage.out", BufferClass.PIPELINE, dtype, *rows, kind=FamilyKind.STAGE_BOUNDARY),
             Family("grad.x", BufferClass.TRANSIENT, dtype, *rows, layers + 1, kind=FamilyKind.INPUT_GRADIENT),
-            Family(KV, cache, dtype, shape.kv_cache_tokens, kv, 2 * layers, kind=FamilyKind.PER_LAYER),
-            Family(D_KV, cache, dtype, shape.kv_cache_tokens, kv, layers, kind=FamilyKind.PER_LAYER),
+            Family(KV, cache, dtype, inside.kv_cache_tokens, kv, 2 * layers, kind=FamilyKind.PER_LAYER),
+            Family(D_KV, cache, dtype, inside.kv_cache_tokens, kv, layers, kind=FamilyKind.PER_LAYER),
         ]
-        senders = [self.owner.index, *(portion.stage for portion in self.later)]
-        for stage in senders:  # the owner sends sums, helpers send what one kernel has written
+        senders = [(self.owner.index, self.link.summed[1])] * bool(self.link.summed[1])
+        senders += [(portion.stage, self.link.seen_by(portion)[1]) for portion in self.later]
+        for stage, tokens in senders:  # the owner sends sums, helpers send what one kernel has written
             terms = SUM_DTYPE if stage == self.owner.index else dtype
             name, later_gradients = f"{BEHIND}.{stage}", FamilyKind.LATER_GRADIENTS
-            found.append(Family(name, exchange, terms, shape.tokens, kv, layers, kind=later_gradients))
+            found.append(Family(name, exchange, terms, tokens, kv, layers, kind=later_gradients))
         return {family.name: family for family in found}
 
     def _made(self) -> Iterator[Bound]:
@@ -147,29 +150,30 @@ class HelperStage:
     def _messages(self) -> Iterator[TemplateBuilder]:
         """Yield the templates that send or receive messages."""
         mine, link, found = self.portion.stage, self.link, self._held
-        sides: dict[str, tuple[str, str, Range | None]] = {
-            "x": ("skeletal.x", "x", None),
-            "params": (PARAMS, "params", None),
-            "before": (KV, KV, link.before),
-            "kv": (KV, KV, link.own),
-            "out": ("stage.out", "stage.out", None),
-            "grad": ("grad.x", "grad_out", None),
-            "again": (PARAMS, "params", None),
-            "kept": (KV, KV, link.known),
-            "d_kv": (f"{BEHIND}.{self.owner.index}", "d_kv", None),
-            "d_kv.before": (D_KV, D_KV, link.before),
-            "grads": (GRADS, "grads", None),
-            "grad_in": ("grad.x", "grad_in", None),
+        sides = {
+            "x": ("skeletal.x", "x"),
+            "params": (PARAMS, "params"),
+            "before": (KV, KV),
+            "kv": (KV, KV),
+            "out": ("stage.out", "stage.out"),
+            "grad": ("grad.x", "grad_out"),
+            "again": (PARAMS, "params"),
+            "kept": (KV, KV),
+            "d_kv": (f"{BEHIND}.{self.owner.index}", "d_kv"),
+            "d_kv.before": (D_KV, D_KV),
+            "grads": (GRADS, "grads"),
+            "grad_in": ("grad.x", "grad_in"),
         }
         for what in (*TO_HELPER, *TO_OWNER):
-            if link.exists(what):
-                family, slot, rows = sides[what]
-                yield link.message(what).side(mine, found[family], slot, rows)
+            for message, rows in link.messages(what):
+                family, slot = sides[what]
+                yield message.side(mine, found[family], slot, rows if slot in (KV, D_KV) else None)
         for earlier in self.earlier:
-            yield earlier.keys_to(self.portion).side(mine, found[KV], KV, earlier.own)
-            yield earlier.gradients_from(self.portion).side(mine, found[D_KV], D_KV, earlier.own)
+            seen = earlier.seen_by(self.portion)
+            yield earlier.keys_to(self.portion).side(mine, found[KV], KV, seen)
+            yield earlier.gradients_from(self.portion).side(mine, found[D_KV], D_KV, seen)
         for later in self.later:
-            yield link.keys_to(later).side(mine, found[KV], KV, link.own)
+            yield link.keys_to(later).side(mine, found[KV], KV, link.seen_by(later))
             yield link.gradients_from(later).side(mine, found[f"{BEHIND}.{later.stage}"], "d_kv")
 
     def _halves(self, template: Template, slots: list[str]) -> Iterator[Bound]:

@@ -13,12 +13,13 @@ from collections.abc import Callable, Hashable
 
 from msgspec.structs import replace
 
-from memo_sim.program.ir.instruction import Families, Instance, Template
+from memo_sim.program.ir.instances import Instances
+from memo_sim.program.ir.instruction import Families, Template
 from memo_sim.program.pipeline.stage_parts import StageParts
 
 MOST_INSTANCES = 200_000
 """Maximum number of cached instances; the least recently used plan is dropped first, but never the last one."""
-Placed = tuple[tuple[Instance, ...], tuple[int, ...]]
+Placed = tuple[Instances, tuple[int, ...]]
 """The instances of a stage, and the number of each pass's first instance."""
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import accumulate
-from operator import itemgetter
 
 from memo_sim.program.data_parallel.sharding import NOTHING, Placed
+from memo_sim.program.ir.instances import Group, Instances, Once, Repeated
 from memo_sim.program.ir.instruction import Instance
 from memo_sim.program.ir.kinds import BlockKind
 from memo_sim.program.layout.schedule import Kind, Pass
@@ -35,63 +35,66 @@ LayerPasses = list[list[LayerPass]]
 """The layer passes of each pass."""
 
 
-class Repeats:
-    """Instances of a micro-batch that were placed before, for other micro-batches.
+class PlacedInstances:
+    """Instances of a stage as they are placed, and those of a micro-batch that were placed before, for other ones."""
 
-    An instance of another micro-batch has another place, and each index of its buffers is a linear function of the
-    micro-batch (``bindings.py``). Two micro-batches show that function.
-    """
-
-    def __init__(self, instances: list[Instance], unlike: set[str]) -> None:
-        """``instances``: the stage's list, which this extends. ``unlike``: micro-batches (``m0``) that differ."""
-        self._instances = instances
-        self._unlike = unlike
+    def __init__(self, unlike: set[int], *, repeats: bool) -> None:
+        """``unlike``: micro-batches that differ; without ``repeats``, all of them may."""
+        self._unlike, self._repeats = unlike, repeats
         self._first: dict[Hashable, tuple[int, list[Instance]]] = {}
-        self._known: dict[Hashable, list[_Line]] = {}
+        self._known: dict[Hashable, Repeated] = {}
+        self._runs: list[tuple[Group, int]] = []
+        self._single: list[Instance] = []
+        """The instances since the last run."""
+        self._count = 0
+        """The number of instances before these."""
+
+    def __len__(self) -> int:
+        """Return the number of instances."""
+        return self._count + len(self._single)
+
+    def append(self, instance: Instance) -> None:
+        """Add an instance."""
+        self._single.append(instance)
 
     def repeat(self, of: Hashable, micro_batch: int) -> bool:
         """Add the instances that two micro-batches had under the name ``of``; return False where that is not known."""
-        known, at = self._known.get(of), f"m{micro_batch}"
-        if known is None or at in self._unlike:
+        known = self._known.get(of)
+        if known is None or micro_batch in self._unlike:
             return False
-        self._instances += [
-            Instance(number, at + rest, of_slots([a + micro_batch * b for a, b in line]), micro_batch, *place)
-            for number, rest, line, of_slots, place in known
-        ]
+        if count := len(known.templates):
+            if self._single:
+                self._close()
+            self._runs.append((known, micro_batch))
+            self._count += count
         return True
 
     def record(self, of: Hashable, micro_batch: int, begin: int) -> None:
         """Note the instances from number ``begin`` on, which were placed for a micro-batch."""
-        if of in self._known or f"m{micro_batch}" in self._unlike:
+        if not self._repeats or of in self._known or micro_batch in self._unlike:
             return
-        mine = self._instances[begin:]
+        mine = self._single[begin - self._count :]
         before, theirs = self._first.setdefault(of, (micro_batch, mine))
         if before != micro_batch:
-            self._known[of] = [_line(a, b) for a, b in zip(theirs, mine, strict=True)]
+            self._known[of] = Repeated(theirs, mine)
 
+    @property
+    def instances(self) -> Instances:
+        """The instances in program order."""
+        self._close()
+        return Instances(self._runs)
 
-_Line = tuple[int, str, list[tuple[int, int]], Callable[[list[int]], tuple[int, ...]], tuple[int, int, int]]
-"""An instance for any micro-batch: its template, its place without the micro-batch, the different indices with their
-steps, what gives each slot its index, and its layer, subsequence and first row."""
-
-
-def _line(one: Instance, other: Instance) -> _Line:
-    """Return what two instances of different micro-batches have in common."""
-    apart = other.micro_batch - one.micro_batch
-    steps = [(b - a) // apart for a, b in zip(one.indices, other.indices, strict=True)]
-    line = [(index - step * one.micro_batch, step) for index, step in zip(one.indices, steps, strict=True)]
-    different = list(dict.fromkeys(line))
-    numbers = [different.index(each) for each in line]
-    of_slots: Callable[[list[int]], tuple[int, ...]] = itemgetter(*numbers) if len(numbers) > 1 else tuple
-    rest = one.place[len(f"m{one.micro_batch}") :]
-    return one.template, rest, different, of_slots, (one.layer, one.subsequence, one.first)
+    def _close(self) -> None:
+        """End the run of single instances."""
+        self._runs.append((Once(self._single), 0))
+        self._count += len(self._single)
+        self._single = []
 
 
 class StageOrder:
     """Places the instances of a stage; ``place`` is called once."""
 
     def __init__(self, parts: StageParts, templates: StageTemplates, buffer_slots: dict[Key, int]) -> None:
-        self.instances: list[Instance] = []
         self.first_instances: list[int] = []
         """By pass: the number of its first instance."""
         self._parts, self._templates, self._stage = parts, templates, parts.stage
@@ -101,12 +104,18 @@ class StageOrder:
         self._rounding = bool(buffer_slots)
         self._suffixes = {layer: kind.suffix for kind in parts.kinds for layer in kind.layers}
         self._around = parts.sharding.around(order)
-        unlike = {place.partition("/")[0] for (place, _), (before, after) in self._around.items() if before or after}
+        around = [place for (place, _), (before, after) in self._around.items() if before or after]
+        unlike = {int(place[1 : place.index("/")]) for place in around}
         swapping = self._rounding or self._swaps.swapped or self._swaps.leave_after or self._swaps.prefetch_after
-        self._repeats = None if swapping else Repeats(self.instances, unlike)
-        """None where micro-batches differ in more than the buffers that they bind and what ``_around`` has."""
+        # Where activations are swapped, micro-batches differ in more than the buffers that they bind and ``_around``.
+        self._placed = PlacedInstances(unlike, repeats=not swapping)
         self._played = 0
         """Number of layer passes placed so far."""
+
+    @property
+    def instances(self) -> Instances:
+        """The instances that are placed."""
+        return self._placed.instances
 
     def place(self) -> None:
         """Place the whole step, or the step up to its last pass."""
@@ -137,7 +146,7 @@ class StageOrder:
         self._around = {}
         starts, first_instances = [0, *accumulate(map(len, self._layer_passes))], list[int]()
         for numbers in slices:
-            first_instances.append(len(self.instances))
+            first_instances.append(len(self._placed))
             for number in numbers:
                 self._played = starts[number]
                 self._place_pass(self._parts.passes[number], self._layer_passes[number])
@@ -151,7 +160,7 @@ class StageOrder:
 
     def begin(self, each: Pass) -> None:
         """Begin a pass with the gathers and copies of its received input."""
-        self.first_instances.append(len(self.instances))
+        self.first_instances.append(len(self._placed))
         self._enter(each)
 
     def _enter(self, each: Pass) -> None:
@@ -185,7 +194,7 @@ class StageOrder:
     def as_helper(self, helper: HelperStage, template: str, layer: int) -> None:
         """Place a template of ``HelperStage`` at a layer, numbered on the owner stage."""
         number = self._templates.number(helper.name(template))
-        self.instances.append(helper.instance(template, number, layer))
+        self._placed.append(helper.instance(template, number, layer))
 
     def _swap_schedule(self, order: list[LayerPass], buffer_slots: dict[Key, int]) -> SwapSchedule:
         """Return which activations are copied to the host and back, and where in the order."""
@@ -214,12 +223,11 @@ class StageOrder:
             return
         self._place_transfers(-1)
         for number, (each, layers) in enumerate(zip(parts.passes, self._layer_passes, strict=True)):
-            self.first_instances.append(len(self.instances))
+            self.first_instances.append(len(self._placed))
             of = (each.kind, each.chunk, each.subsequence)
-            if not (self._repeats and self._repeats.repeat(of, each.micro_batch)):
+            if not self._placed.repeat(of, each.micro_batch):
                 self._place_pass(each, layers)
-                if self._repeats:
-                    self._repeats.record(of, each.micro_batch, self.first_instances[-1])
+                self._placed.record(of, each.micro_batch, self.first_instances[-1])
             self._place_transfers(number)
 
     def _place_pass(self, each: Pass, layers: list[LayerPass]) -> None:
@@ -236,12 +244,11 @@ class StageOrder:
         p2p = self._parts.subsequences[0].p2p
         for side, each in p2p.behind(self._parts.passes, number):
             of = (side, each.kind, each.chunk, each.subsequence)
-            if not (self._repeats and self._repeats.repeat(of, each.micro_batch)):
-                begin = len(self.instances)
+            if not self._placed.repeat(of, each.micro_batch):
+                begin = len(self._placed)
                 for transfer in p2p.transfers(side, each):
                     self.place_transfer(transfer)
-                if self._repeats:
-                    self._repeats.record(of, each.micro_batch, begin)
+                self._placed.record(of, each.micro_batch, begin)
 
     def _place_reductions(self, blocks: list[tuple[str, str, int]]) -> None:
         templates, tied = self._templates, self._parts.tied_with_another
@@ -331,7 +338,7 @@ class StageOrder:
         number, layers = self._templates.number(template), self._stage.layers
         indices = self._templates.indices(number, micro_batch, subsequence, layer)
         of_model = layers[layer] if 0 <= layer < len(layers) else min(layer, self._parts.decisions.model.layers)
-        self.instances.append(Instance(number, place, indices, micro_batch, of_model, subsequence, first))
+        self._placed.append(Instance(number, place, indices, micro_batch, of_model, subsequence, first))
 
 
 def layer_passes(parts: StageParts) -> LayerPasses:

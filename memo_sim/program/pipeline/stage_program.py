@@ -56,7 +56,7 @@ def _placed(parts: StageParts, families: StageFamilies, templates: StageTemplate
     def place() -> Placed:
         order = StageOrder(parts, templates, slots)
         order.place()
-        return tuple(order.instances), tuple(order.first_instances)
+        return order.instances, tuple(order.first_instances)
 
     return cached_order(parts, order_key(parts, families.all, templates.all, rounding=bool(slots)), place)
 

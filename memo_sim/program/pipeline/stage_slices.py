@@ -57,7 +57,7 @@ def stage_slices(decisions: Decisions, shape: Shape, stage: Stage, micro_batches
         stage=stage.name,
         families=tuple(families.all.values()),
         templates=tuple(templates.all),
-        instances=tuple(order.instances),
+        instances=order.instances,
         micro_batches=micro_batches,
         passes=(),
     )

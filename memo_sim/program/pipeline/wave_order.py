@@ -191,9 +191,8 @@ class WaveOrder:
         """Place the owner's sends or receives of messages with all its helpers."""
         for link in owner.links:
             for what in messages:
-                if link.exists(what):
-                    template = link.message(what).name(self.stage.index)
-                    self.placer.at_owner(template, layer, owner.task.subsequence)
+                for message, _ in link.messages(what):
+                    self.placer.at_owner(message.name(self.stage.index), layer, owner.task.subsequence)
 
     def _add(self, owner: OwnerStage, layer: int) -> None:
         for link in owner.links:
@@ -260,8 +259,8 @@ class WaveOrder:
         """Place the helpers' sends or receives of messages with their owners."""
         for helper in helpers:
             for what in messages:
-                if helper.link.exists(what):
-                    self._message(helper, layer, helper.link.message(what))
+                for message, _ in helper.link.messages(what):
+                    self._message(helper, layer, message)
 
     def _message(self, helper: HelperStage, layer: int, message: Message) -> None:
         self.placer.as_helper(helper, message.name(self.stage.index), layer)

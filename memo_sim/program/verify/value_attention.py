@@ -108,9 +108,56 @@ def _keys(  # noqa: PLR0911 - one return per kind of keys
             call.fault(f"a causal square of queries [{row}, {row + tokens}) and keys [{first}, {end})")
         if v.divided_parts:
             return _parts_keys(call, 0, first, end), value, first
-        _check_one_part(call, first, end)
         return Spans((), (first, end)) if work.mask == "causal" else Spans(((first, end),)), value, first
     return _ranks_keys(call, value, first, end), value, first
+
+
+def _is_by_sequence(call: Call) -> bool:
+    """Return whether a call is checked sequence by sequence: those beside a KV cache, where one rank has all tokens."""
+    v, work = call.values, call.work
+    several = v.decisions.micro_batch > 1 and v.layout.ring == 1
+    return several and call.has("kv") and not isinstance(work, WindowedAttention)
+
+
+def _queries_by_sequence(call: Call, role: str) -> Iterator[tuple[int, int, Value | None, int]]:
+    """Yield (first row, rows, value, row) of the queries of each sequence of a call."""
+    assert isinstance(call.work, Attention)
+    length = call.work.q_tokens
+    for begun in range(0, call.tokens(role), length):
+        for held in call.rows(role, begun, length):
+            yield held.first, held.end - held.first, held.value, held.row
+
+
+def _keys_of_sequence(
+    call: Call, at: int, queries: Value, row: int, tokens: int
+) -> tuple[Spans | None, Value | None, int]:
+    """Check that queries, from row ``at`` of a call on, and keys of one sequence of the call are of one sequence.
+
+    Returns the positions of the keys, the keys, and their first row.
+    """
+    v, work = call.values, call.work
+    assert isinstance(work, Attention)
+    if queries is not None and (window := window_of(v, queries.layer)):
+        call.fault(f"the window is 0, not {window}, that of layer {queries.layer}")
+    rows = call.rows("kv", at // work.q_tokens * work.k_tokens, work.k_tokens)
+    value, first = rows[0].value, rows[0].row
+    if any(each.value is None for each in rows) or value is None:
+        return None, None, 0
+    if len(rows) != 1 or value != queries._replace(name="kv", terms=None):
+        found = ", ".join(f"{each.value} (row {each.row})" for each in rows)
+        call.fault(f"kv holds {found}, not the keys of one sequence of {queries}")
+        return None, None, 0
+    keys, asking = place_of(v, first), place_of(v, row)
+    end = first + work.k_tokens
+    if end > keys.end or row + tokens > asking.end or keys.sequence != asking.sequence:
+        call.fault(f"queries [{row}, {row + tokens}) and keys [{first}, {end}) are not of one sequence")
+        return None, None, 0
+    seen = keys.position, keys.position + work.k_tokens
+    if work.mask != "causal":
+        return Spans((seen,)), value, first
+    if (row, row + tokens) != (first, end):
+        call.fault(f"a causal square of queries [{row}, {row + tokens}) and keys [{first}, {end})")
+    return Spans((), seen), value, first
 
 
 def _windows_keys(call: Call, queries: Value, row: int, tokens: int, window: int) -> bool:
@@ -267,10 +314,15 @@ def _is_query(call: Call, role: str, value: Value, row: int) -> bool:
 def attention(call: Call) -> None:
     """Check one call: its queries, and which of their keys it has."""
     v, role = call.values, _query_role(call)
-    for first, tokens, value, row in _queries(call, role, call.tokens("out")):
-        terms = None
+    by_sequence = _is_by_sequence(call)
+    pieces = _queries_by_sequence(call, role) if by_sequence else _queries(call, role, call.tokens("out"))
+    for first, tokens, value, row in pieces:
+        terms: object = None
         if value is not None and _is_query(call, role, value, row):
-            terms, _, _ = _keys(call, value, row, tokens)
+            if by_sequence:
+                terms, _, _ = _keys_of_sequence(call, first, value, row, tokens)
+            else:
+                terms, _, _ = _keys(call, value, row, tokens)
         for made in ("out", "lse"):
             name = inside(v, "attn") if made == "out" else "lse"
             if v.model.sinks:  # they are written into the whole output (``sink``)
@@ -347,6 +399,9 @@ def backward(call: Call) -> None:
     v, role = call.values, _query_role(call)
     result = "grad_q" if call.has("grad_q") else "grad_qkv"
     total = call.tokens(result)
+    if _is_by_sequence(call):
+        _backward_by_sequence(call, role, result)
+        return
     places = _late_rows(call, call.tokens(role), total)
     keys: object = None
     known: Value | None = None
@@ -367,6 +422,27 @@ def backward(call: Call) -> None:
             call.put(result, at, tokens, made, row)
     if call.has("grad_kv"):
         _gradient_of_keys(call, known, keys, row_of_keys, queries, late=late)
+
+
+def _backward_by_sequence(call: Call, role: str, result: str) -> None:
+    """Check the backward of a call sequence by sequence: each one's keys get terms of its queries alone."""
+    v, work = call.values, call.work
+    assert isinstance(work, Attention)
+    for begun in range(0, call.tokens(role), work.q_tokens):
+        known: Value | None = None
+        terms: Spans | None = None
+        row_of_keys, queries = 0, list[tuple[int, int]]()
+        for first, tokens, value, row in _agreed(call, role, begun, work.q_tokens):
+            made = None
+            if value is not None:
+                terms, known, row_of_keys = _keys_of_sequence(call, first, value, row, tokens)
+                queries += positions_of(v, [(row, row + tokens)], place_of(v, row).sequence)
+                made = value._replace(name="d_q", terms=terms) if terms is not None else None
+            call.put(result, first, tokens, made, row)
+        gradient = None
+        if known is not None and terms is not None:
+            gradient = known._replace(name="d_kv", terms=terms if terms.square else _spans(queries))
+        call.put("grad_kv", begun // work.q_tokens * work.k_tokens, work.k_tokens, gradient, row_of_keys)
 
 
 def _agreed(call: Call, role: str, first: int, tokens: int) -> Iterator[tuple[int, int, Value | None, int]]:

@@ -6,7 +6,7 @@ has the same terms. The gradient of a key has a term of every query that needs t
 
 Terms are written in one of four ways:
 
-- ``Spans``, of tokens of the micro-batch, where one rank has all tokens (subsequences and chunks without a ring).
+- ``Spans``, of positions in a sequence, where one rank has all tokens (subsequences and chunks without a ring).
 - A set of ``("own",)`` and ("hop", hops, half) or ("rank", rank, half), where a ring has the tokens in zigzag order:
   rank r has chunks r and 2 p - 1 - r of 2 p, its early and its late half.
 - A set of ("square", part) and ("hop", hops, half) or ("rank", rank, half), where a ring divides every part of a
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Spans(NamedTuple):
-    """Tokens that are terms of a sum: ``whole`` ranges, and one causal square (``square``), if it is there.
+    """Positions in a sequence whose tokens are terms of a sum: ``whole`` ranges, and one causal ``square``, if there.
 
     ``anything``: other stages added terms that nothing here tells.
     """
@@ -194,8 +194,8 @@ def _queries_are_whole(v: Values, terms: object, first: int, end: int) -> bool: 
             return terms.whole == ((0, v.attended),) and terms.square is None
         if terms.square is None:
             return False
-        low, high = terms.square
-        return low <= first and end <= high and terms.whole == (((0, low),) if low else ())
+        low, _ = terms.square
+        return _inside(v, terms.square, first, end) and terms.whole == (((0, low),) if low else ())
     if not isinstance(terms, frozenset):
         return False
     ring = v.layout.ring
@@ -213,7 +213,7 @@ def _queries_are_whole(v: Values, terms: object, first: int, end: int) -> bool: 
 
 
 class Place(NamedTuple):
-    """Where a row inside attention is: its subsequence, and its sequence of the micro-batch."""
+    """Where a row inside attention is: its subsequence or chunk, and its sequence of the micro-batch."""
 
     part: int
     sequence: int
@@ -225,10 +225,10 @@ class Place(NamedTuple):
 
 
 def place_of(v: Values, row: int) -> Place:
-    """Return where a row inside attention is: each subsequence has its rows of every sequence."""
-    batch, ulysses = v.decisions.micro_batch, v.layout.ulysses
-    part = next(n for n in range(len(v.starts) - 1) if row < ulysses * v.starts[n + 1])
-    low, high = ulysses * v.starts[part], ulysses * v.starts[part + 1]
+    """Return where a row inside attention is: each subsequence or chunk has its rows of every sequence."""
+    batch, starts = v.decisions.micro_batch, v.attention_starts
+    part = next(n for n in range(len(starts) - 1) if row < starts[n + 1])
+    low, high = starts[part], starts[part + 1]
     length = (high - low) // batch
     sequence, offset = divmod(row - low, length)
     first = low + sequence * length
@@ -238,7 +238,7 @@ def place_of(v: Values, row: int) -> Place:
 def rows_of(v: Values, sequence: int, first: int, end: int) -> list[tuple[int, int]]:
     """Return the rows (first, end) that have positions [first, end) of a sequence, one range a subsequence."""
     batch, found = v.decisions.micro_batch, list[tuple[int, int]]()
-    for low, high in pairwise(v.layout.ulysses * start for start in v.starts):
+    for low, high in pairwise(v.attention_starts):
         length = (high - low) // batch
         begin, until = max(first, low // batch), min(end, high // batch)
         if begin < until:
@@ -352,6 +352,13 @@ def _keys_are_whole(v: Values, terms: Spans, first: int, end: int) -> bool:
         return terms.whole == ((0, v.attended),)
     if terms.square is None:
         return False
-    low, high = terms.square
-    rest = ((high, v.attended),) if high < v.attended else ()
-    return low <= first and end <= high and (terms.anything or terms.whole == rest)
+    high, length = terms.square[1], v.attended // v.decisions.micro_batch
+    rest = ((high, length),) if high < length else ()
+    return _inside(v, terms.square, first, end) and (terms.anything or terms.whole == rest)
+
+
+def _inside(v: Values, positions: tuple[int, int], first: int, end: int) -> bool:
+    """Return whether rows [first, end) have positions in their sequences inside a range of them."""
+    low, high = positions
+    cut = [(place_of(v, begun).position, until - begun) for begun, until in sequence_starts(v, first, end)]
+    return all(low <= position and position + rows <= high for position, rows in cut)

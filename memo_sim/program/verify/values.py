@@ -145,6 +145,8 @@ class Values:
         self.attended = self.tokens * layout.ulysses
         """Rows inside attention."""
         self.starts = (0, *accumulate(partition(decisions)))
+        self.attention_starts = self._parts_in_attention()
+        """First rows inside attention of each subsequence or chunk, and the end of the last."""
         self.divided_parts = self._parts_of_a_ring()
         runs = layout.pp * layout.virtual_stages
         given = layout.pp_layers or _nearly_equal(model.layers, runs)
@@ -165,6 +167,13 @@ class Values:
         self._expert_blocks = [
             experts_block(model, layout.expert_divided, ep, s.experts, lora) for s in model.layer_shapes
         ]
+
+    def _parts_in_attention(self) -> tuple[int, ...]:
+        decisions, total = self.decisions, self.decisions.seq_tokens
+        chunk, batch = decisions.attention_chunk_tokens, decisions.micro_batch
+        if not 0 < chunk < total:
+            return tuple(self.layout.ulysses * start for start in self.starts)
+        return tuple(min(first, total) * batch // self.layout.ring for first in range(0, total + chunk, chunk))
 
     def _parts_of_a_ring(self) -> tuple[tuple[int, int], ...]:
         """Return the rows inside attention of each chunk or subsequence that ranks of a ring divide in zigzag order.

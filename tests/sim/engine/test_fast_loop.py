@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -68,7 +69,7 @@ def hold_programs(programs: Sequence[Program], loop: Loop, rates: event_loop.Rat
         columns = expand(program)
         seconds = np.random.default_rng([seed, stage]).exponential(1e-3, len(columns.lane))
         seconds[seconds < 1e-4] = 0.0  # work that takes no time ends when it starts
-        parts.append(Part(columns, derive_edges(columns), seconds))
+        parts.append(Part(columns, derive_edges(columns), partial(np.copy, seconds)))
     play_stages(parts, rates, all_rendezvous(programs), loop=held_equal(loop))
 
 
@@ -87,7 +88,7 @@ def test_both_loops_stop_at_the_same_cycle(compiled: Loop) -> None:
     edges = derive_edges(columns)
     turned = Edges(edges.consumer[-1:], edges.producer[-1:])
     both = Edges(np.r_[edges.producer, turned.producer], np.r_[edges.consumer, turned.consumer])
-    part = Part(columns, both, np.ones(len(columns.lane)))
+    part = Part(columns, both, lambda: np.ones(len(columns.lane)))
     messages = []
     for loop in (event_loop.run, compiled):
         with refused(MemoError, what="wait for each other") as error:

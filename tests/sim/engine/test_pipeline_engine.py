@@ -106,12 +106,16 @@ def test_overlapped_p2p_hides_when_a_stage_has_slack() -> None:
         )
 
 
+REPEATED_SCHEDULES = [
+    *SCHEDULES,
+    Layout(pp=4, schedule="zero-bubble"),
+    Layout(pp=2, dp=2, zero=3),
+    Layout(pp=2, schedule="interleaved", virtual_stages=2, dp=2, zero=2),
+]
 REPEATED = [("none", 0.0), ("none", 1.0), ("full", 0.0), ("full", 1.0), ("tokenwise", 0.5)]
 
 
-@pytest.mark.parametrize(
-    ("policy", "layout"), covering(REPEATED, [*SCHEDULES, Layout(pp=4, schedule="zero-bubble")], every=2), ids=str
-)
+@pytest.mark.parametrize(("policy", "layout"), covering(REPEATED, REPEATED_SCHEDULES, every=2), ids=str)
 def test_a_repeated_window_equals_full_play(policy: tuple[str, float], layout: Layout) -> None:
     """All work is priced, and lanes slow each other.
 

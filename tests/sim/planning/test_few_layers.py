@@ -13,9 +13,11 @@ import pytest
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.layer_shape import LayerShape
 from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.costs.pace import pace
 from memo_sim.engine.layers import step_s_of_few_layers
 from memo_sim.engine.simulate import simulate
 from memo_sim.planning import few_layers
+from memo_sim.planning.experts_apart import experts_apart
 from memo_sim.planning.few_layers import Pass, Passes
 from memo_sim.planning.question import with_memory
 from memo_sim.planning.short_rings import parts_repeat, steps_repeat
@@ -238,3 +240,59 @@ def test_rings_whose_steps_differ_are_lowered_whole() -> None:
         msgspec.structs.replace(ring, layout=msgspec.structs.replace(ring.layout, subsequences=2)),
     ):
         assert not steps_repeat(other)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "more"),
+    [
+        ("deepseek-v3", Layout(ulysses=2, dp=4, ep=8), {}),
+        ("deepseek-v3", Layout(cp=8, ulysses=2, dp=2, ep=8), {"expert_load": "zipf-1", "expert_capacity": 1.5}),
+        (
+            "qwen3-30b-a3b",
+            Layout(tp=2, sequence_parallel=True, cp=4, dp=2, ep=8, expert_tp=1),
+            {"expert_overlap": True},
+        ),
+        ("mixtral-8x7b", Layout(tp=4, sequence_parallel=True, cp=2, ulysses=2, ep=4), {"expert_load": "zipf-1"}),
+    ],
+    ids=str,
+)
+def test_experts_and_attention_apart_tell_the_kernels_of_both(name: str, layout: Layout, more: dict[str, Any]) -> None:
+    cluster, hardware = with_memory(*load_cluster("h100-4x8"), device_bytes=2**50, host_bytes=2**50)
+    model = load_model(name)
+    layers = [model.layer(n) for n in range(model.layers)]
+    fields = {"global_batch": layout.dp, "loss_chunk_tokens": 1024, **more}
+    decisions = Decisions(model=model, layout=layout, seq_tokens=1 << 15, **fields)
+    assert experts_apart(decisions) is not None
+    apart = Passes(hardware, cluster).computed(decisions, layers)
+    whole = Passes(hardware, cluster).of(decisions, layers)
+    for part in few_layers.KERNELS:
+        assert getattr(apart, part) == pytest.approx(getattr(whole, part), rel=1e-12)
+
+
+def test_plans_whose_experts_depend_on_more_are_lowered_whole() -> None:
+    layout = Layout(ulysses=2, dp=4, ep=8)
+    decisions = Decisions(model=load_model("qwen3-30b-a3b"), layout=layout, seq_tokens=1 << 14, global_batch=4)
+    assert experts_apart(decisions) is not None
+    for other in (
+        with_alpha(decisions, "none", 0.5),
+        with_alpha(decisions, "full", 0.0),
+        msgspec.structs.replace(decisions, layout=msgspec.structs.replace(layout, ep=1)),
+        msgspec.structs.replace(decisions, layout=Layout(dp=8, ep=8)),
+        msgspec.structs.replace(decisions, model=load_model("llama3-8b"), layout=Layout(ulysses=2, dp=4)),
+    ):
+        assert experts_apart(other) is None
+
+
+def test_few_layers_have_the_pace_of_all_devices() -> None:
+    """The slowest of many devices is slower than one device alone (``costs/pace.py``)."""
+    cluster, hardware = with_memory(*load_cluster("h100-4x8"), device_bytes=2**50, host_bytes=2**50)
+    model = msgspec.structs.replace(load_model("llama3-8b"), layers=8)
+    layers = [model.layer(n) for n in range(model.layers)]
+    passes, found = Passes(hardware, cluster), list[float]()
+    for dp in (1, 32):
+        layout = Layout(dp=dp, zero=1)
+        decisions = Decisions(model=model, layout=layout, seq_tokens=1 << 14, global_batch=dp)
+        found.append(passes.of(decisions, layers).compute_s)
+        assert passes.computed(decisions, layers).compute_s == found[-1]
+        assert found[-1] < (simulate(decisions, hardware, cluster).prediction.step_s or 0.0)
+    assert 1.03 * found[0] < found[1] < pace(hardware, 32) * found[0]

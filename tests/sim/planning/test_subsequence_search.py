@@ -57,6 +57,7 @@ TP = {"tp": 2, "sequence_parallel": True}
         *[("1f1b", 1, 1, TP), ("1f1b", 3, 4, TP), ("gpipe", 2, 2, TP), ("zero-bubble", 3, 4, TP)],
         *[("1f1b", 1, 2, {"ulysses": 2}), ("1f1b", 1, 2, {"cp": 4}), ("gpipe", 2, 2, TP | {"cp": 2})],
         ("1f1b", 1, 2, {"cp": 4, "cp_exchange": "all_gather"}),
+        *[("1f1b", 4, 2, {"dp": 4, "zero": 3}), ("gpipe", 2, 4, {"dp": 2, "zero": 2})],
     ],
 )
 def test_no_plan_of_subsequences_is_below_its_lower_bound(
@@ -78,12 +79,17 @@ def test_no_plan_of_subsequences_is_below_its_lower_bound(
         assert bound.host_bytes_per_node <= played.peak_host_bytes_per_node
 
 
-@pytest.mark.parametrize("change", ["window", "multiplexed"])
+@pytest.mark.parametrize("change", ["window", "multiplexed", "multiplexed, several sequences", "multiplexed, Ulysses"])
 def test_lower_bounds_hold_for_windows_and_multiplexing(change: str) -> None:
     cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=2**50, host_bytes=2**50)
     bounds = LowerBounds(hardware, cluster)
-    layout = Layout(tp=2, sequence_parallel=True, pp=4, subsequences=6, multiplexed=change == "multiplexed")
+    layout = Layout(tp=2, sequence_parallel=True, pp=4, subsequences=6, multiplexed="multiplexed" in change)
     base = Decisions(model=shallow(8), layout=layout, seq_tokens=32 * K, loss_chunk_tokens=4096)
+    if "Ulysses" in change:
+        changed = msgspec.structs.replace(layout, tp=1, sequence_parallel=False, ulysses=2)
+        base = msgspec.structs.replace(base, layout=changed, seq_tokens=64 * K)
+    if "several" in change:
+        base = msgspec.structs.replace(base, micro_batch=2, global_batch=2)
     for alpha in (0.5, 1.0):
         decisions = with_alpha(base, "none", alpha)
         if change == "window":

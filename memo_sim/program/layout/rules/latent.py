@@ -13,7 +13,7 @@ _LATENT = Feature(
     chosen=lambda d: d.model.latent is not None,
     beside="beside latent attention",
     setting="a model with latent attention",
-    hint="tp, cp, Ulysses, dp, pp and ZeRO go with latents, and every recompute but operators",
+    hint="tp, cp, Ulysses, dp, pp, ZeRO and subsequences go with latents, and every recompute but operators",
 )
 
 LATENT = (
@@ -28,7 +28,6 @@ LATENT = (
         "layout.cp_exchange", "ring", "all_gather", because="scores of whole rows need equal widths of K and V"
     ),
     _LATENT.allows("layout.uneven_heads", False, because="ranks exchange equal numbers of heads"),
-    _LATENT.allows("layout.subsequences", 1, because="the KV cache of a prefix would hold expanded keys and values"),
     _LATENT.allows("decisions.attention_chunk_tokens", 0, because="chunks of tokens would be expanded one by one"),
     _LATENT.allows("model.bidirectional", False, because="no such model has a latent"),
     _LATENT.allows(
@@ -65,6 +64,15 @@ LATENT = (
         what="without latents there is nothing narrower to compute Q, K and V from",
         where="decisions.rebuild_qkv",
         got="true with a model without latent attention",
+        wanted="false",
+        hint="leave --rebuild-qkv out, or --recompute tokenwise",
+    ),
+    Rule(
+        name="rebuild_qkv: subsequences",
+        breaks=lambda d: d.rebuild_qkv and d.layout.subsequences > 1,
+        what="the KV cache of a prefix holds expanded keys and values in any case",
+        where="decisions.rebuild_qkv",
+        got=lambda d: f"true with {d.layout.subsequences} subsequences",
         wanted="false",
         hint="leave --rebuild-qkv out, or --recompute tokenwise",
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memo_sim.program.layout.rules.pipeline_stages import staged
+from memo_sim.program.layout.rules.pipeline_stages import MOST_WHOLE_ZERO, staged
 from memo_sim.program.layout.rules.rule import Rule
 from memo_sim.program.layout.stage import layers_of_runs
 
@@ -35,24 +35,6 @@ MULTIPLEXING = (
         hint="--no-multiplexed, or a global batch of micro-batch x dp",
     ),
     Rule(
-        name="multiplexing: micro_batch",
-        breaks=lambda d: d.layout.multiplexed and d.micro_batch > 1,
-        what="helper stages compute the first rows of a subsequence, which belong to one sequence alone",
-        where="micro_batch",
-        got=lambda d: f"{d.micro_batch} with multiplexing",
-        wanted="1",
-        hint="--no-multiplexed, or --micro-batch 1",
-    ),
-    Rule(
-        name="multiplexing: ulysses",
-        breaks=lambda d: d.layout.multiplexed and d.layout.ulysses > 1,
-        what="helper stages have no all-to-all for the rows that they compute of a subsequence",
-        where="layout.ulysses",
-        got=lambda d: f"{d.layout.ulysses} with multiplexing",
-        wanted="1",
-        hint="--no-multiplexed; subsequences alone go with Ulysses",
-    ),
-    Rule(
         name="multiplexing: schedule",
         breaks=lambda d: d.layout.multiplexed and d.layout.schedule not in ("gpipe", "1f1b"),
         what="the schedule fills the idle time that multiplexing would use",
@@ -60,6 +42,15 @@ MULTIPLEXING = (
         got=lambda d: d.layout.schedule,
         wanted="gpipe or 1f1b",
         hint="--no-multiplexed, or another --schedule",
+    ),
+    Rule(
+        name="multiplexing: zero",
+        breaks=lambda d: d.layout.multiplexed and d.layout.zero > MOST_WHOLE_ZERO,
+        what="an owner sends whole parameters to its helpers and adds whole gradients, which ZeRO 2 and 3 divide",
+        where="layout.zero",
+        got=lambda d: f"{d.layout.zero} with multiplexing",
+        wanted="0 or 1",
+        hint="--no-multiplexed, or --zero 1",
     ),
     Rule(
         name="multiplexing: pp_layers",

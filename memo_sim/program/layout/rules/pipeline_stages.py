@@ -5,8 +5,8 @@ from __future__ import annotations
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.layout.rules.rule import Rule
 
-MOST_ZERO_OF_STAGES = 1
-"""Pipeline stages keep whole parameters and gradients, which ZeRO 2 and 3 would divide."""
+MOST_WHOLE_ZERO = 1
+"""The last stage of ZeRO whose ranks keep whole parameters and gradients."""
 
 
 def staged(decisions: Decisions) -> bool:
@@ -37,11 +37,20 @@ PIPELINE_STAGES = (
     ),
     Rule(
         name="pipeline stages: zero",
-        breaks=lambda d: staged(d) and d.layout.zero > MOST_ZERO_OF_STAGES,
-        what="pipeline stages keep whole parameters and gradients",
+        breaks=lambda d: staged(d) and d.layout.zero > MOST_WHOLE_ZERO and d.layout.schedule == "zero-bubble",
+        what="deferred weight gradients are added to whole gradients, of which ZeRO 2 and 3 have one layer's at a time",
         where="layout.zero",
-        got=lambda d: f"{d.layout.zero} with pp {d.layout.pp}",
+        got=lambda d: f"{d.layout.zero} with the schedule {d.layout.schedule}",
         wanted="0 or 1",
-        hint="--zero 1: ZeRO 2 and 3 would gather and scatter for every micro-batch of every stage",
+        hint="--zero 1, or --schedule 1f1b: gpipe, 1f1b and interleaved go with ZeRO 2 and 3",
+    ),
+    Rule(
+        name="pipeline stages: zero of a framework",
+        breaks=lambda d: staged(d) and d.layout.zero > MOST_WHOLE_ZERO and d.memory_policy == "eager",
+        what="frameworks keep whole gradients of a stage until its last micro-batch, or have no ZeRO 2 and 3 there",
+        where="layout.zero",
+        got=lambda d: f"{d.layout.zero} with pp {d.layout.pp} in an eager framework",
+        wanted="0 or 1",
+        hint="--zero 1, or --memory-policy planned",
     ),
 )

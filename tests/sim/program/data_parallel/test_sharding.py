@@ -25,7 +25,7 @@ from memo_sim.program.layout.parameters import embed_block, head_block, layer_bl
 from memo_sim.program.lower import lower, program_sha256
 from memo_sim.program.verify.program import check_edges, check_program
 from tests.pairs import covering
-from tests.sim.small_programs import GPT, LLAMA, POLICIES, decide
+from tests.sim.small_programs import GPT, LLAMA, POLICIES, decide, faults_of
 from tests.sim.toy_machine import TOY_CLUSTER, ToyPrices, alone, small_decisions, toy_hardware
 from tests.sim.toy_machine import decide as decide_small
 
@@ -62,6 +62,46 @@ def test_every_sharded_program_passes_the_independent_checkers(model: Model, pol
         columns = expand(program)
         assert check_program(program, columns) == []
         assert check_edges(columns, derive_edges(columns)) == []
+
+
+STAGES: list[dict] = [
+    {"schedule": "1f1b"},
+    {"schedule": "gpipe"},
+    {"schedule": "interleaved", "virtual_stages": 2},
+    {"schedule": "1f1b", "subsequences": 2},
+    {"schedule": "1f1b", "zero_ranks": 2},
+]
+
+
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("stages", STAGES, ids=str)
+def test_every_sharded_stage_passes_the_independent_checkers(model: Model, stages: dict) -> None:
+    for zero, more in itertools.product((2, 3), ({}, {"states": "host", "overlap": "both"})):
+        chosen = decide(model, Layout(pp=2, dp=RANKS, zero=zero, **stages), global_batch=4 * RANKS, **more)
+        assert faults_of(chosen) == []
+
+
+def test_stages_gather_and_scatter_their_own_blocks_for_every_micro_batch() -> None:
+    """As many bytes as without stages: each block is on one stage, and every micro-batch passes it twice."""
+    embed, layer, head = (
+        block.elements for block in (embed_block(LLAMA, 1), layer_block(LLAMA, 1, LLAMA.layer(0)), head_block(LLAMA, 1))
+    )
+    found = [moved(p) for p in lower(decide(LLAMA, Layout(pp=2, dp=RANKS, zero=3), global_batch=3 * RANKS))]
+    half = LLAMA.layers // 2 * layer
+    for stage, end in zip(found, (embed, head), strict=True):
+        assert stage["all_gather", "params.all_gather"] == 2 * 3 * (2 * half + end)
+        assert stage["reduce_scatter", "grads.reduce_scatter"] == 4 * 3 * (half + end)
+
+
+def test_a_tied_embedding_of_two_stages_is_whole() -> None:
+    """The first stage has it with learned positions, the last without: shards of both are not of the same rows."""
+    for program in lower(decide(GPT, Layout(pp=2, dp=RANKS, zero=3), global_batch=2 * RANKS)):
+        names = {family.name for family in program.families}
+        assert {"gathered.layer", "whole_grads.layer"} <= names
+        assert not {"gathered.embed", "whole_grads.embed"} & names
+        (params,) = (family for family in program.families if family.name == "params.embed")
+        (states,) = (family for family in program.families if family.name == "master.embed")
+        assert params.tokens > (RANKS - 1) * states.tokens
 
 
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])

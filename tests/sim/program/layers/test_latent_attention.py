@@ -62,6 +62,42 @@ def test_programs_pass_the_checkers(model: Model, layout: str, form: str) -> Non
     assert faults_of(chosen(model, LAYOUTS[layout], form)) == []
 
 
+SUBSEQUENCES = [
+    Layout(subsequences=3),
+    Layout(tp=2, subsequences=3, **SP),
+    Layout(ulysses=2, subsequences=2),
+    Layout(cp=2, subsequences=2),
+    Layout(cp=2, cp_exchange="all_gather", subsequences=2),
+    Layout(pp=2, subsequences=3, schedule="interleaved", virtual_stages=2),
+    Layout(pp=2, dp=2, zero=3, subsequences=3),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "policy"),
+    covering(SUBSEQUENCES, [("none", 0.0), ("none", 1.0), ("full", 1.0), ("rowwise", 0.0), ("tokenwise", 0.0)]),
+    ids=str,
+)
+@pytest.mark.parametrize("model", [LATENT, NO_Q_LATENT], ids=lambda model: model.name)
+def test_subsequences_pass_the_checkers(model: Model, layout: Layout, policy: tuple[str, float]) -> None:
+    assert faults_of(decide(model, layout, policy)) == []
+    if policy[1] == 0:
+        assert faults_of(decide(model, layout, policy, micro_batch=2, global_batch=4 * layout.dp)) == []
+
+
+def test_the_kv_cache_holds_expanded_keys_and_values() -> None:
+    """A token of a layer has every head's key and its narrower value; the latents of a subsequence are its own."""
+    (program,) = lower(decide(LATENT, Layout(subsequences=2), seq_tokens=2048))
+    families = {family.name: family for family in program.families}
+    latent = LATENT.latent
+    assert latent is not None
+    cache = families["prefix.kv"]
+    assert (cache.tokens, cache.features) == (2048, LATENT.heads * (LATENT.head_dim + latent.value_dim))
+    kept = [families[f"skeletal.kv_latent.s{n}"] for n in range(2)]
+    assert sum(family.tokens for family in kept) == 2048
+    assert {family.features for family in kept} == {latent.kv_rank}
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", [LATENT, NO_Q_LATENT], ids=lambda model: model.name)
 def test_row_wise_recompute_passes_the_checkers(model: Model, layout: str) -> None:

@@ -172,11 +172,6 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"model": LATENT},
         "true with a model with latent attention",
     ),
-    "latent attention: subsequences": (
-        Layout(subsequences=2),
-        {"model": LATENT},
-        "2 with a model with latent attention",
-    ),
     "latent attention: attention_chunk_tokens": (
         Layout(),
         {"model": LATENT, "recompute": "full", "attention_chunk_tokens": 512},
@@ -211,6 +206,11 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         Layout(),
         {"model": LATENT, "kernels": Kernels(attention="flash3")},
         "flash3 with heads of 48 and values of 32",
+    ),
+    "rebuild_qkv: subsequences": (
+        Layout(subsequences=2),
+        {"model": LATENT, "rebuild_qkv": True},
+        "true with 2 subsequences",
     ),
     "rebuild_qkv: model": (Layout(), {"rebuild_qkv": True}, "true with a model without latent attention"),
     "rebuild_qkv: recompute": (
@@ -430,9 +430,8 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "multiplexing: pp": (multiplexed(pp=1), {}, "1"),
     "multiplexing: subsequences": (multiplexed(subsequences=4), {}, "4 with 5 stages"),
     "multiplexing: global_batch": (multiplexed(), {"global_batch": 2}, "2 micro-batches"),
-    "multiplexing: micro_batch": (multiplexed(), {"micro_batch": 2, "global_batch": 2}, "2 with multiplexing"),
-    "multiplexing: ulysses": (multiplexed(ulysses=2), {}, "2 with multiplexing"),
     "multiplexing: schedule": (multiplexed(schedule="zero-bubble"), {}, "zero-bubble"),
+    "multiplexing: zero": (multiplexed(dp=2, zero=2), {"global_batch": 2}, "2 with multiplexing"),
     "multiplexing: pp_layers": (multiplexed(pp=2), {}, "3, 2"),
     "multiplexing: rounding_buffers": (
         multiplexed(),
@@ -450,7 +449,16 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {},
         "false",
     ),
-    "pipeline stages: zero": (Layout(pp=2, dp=2, zero=2), {}, "2 with pp 2"),
+    "pipeline stages: zero": (
+        Layout(pp=2, dp=2, zero=2, schedule="zero-bubble"),
+        {},
+        "2 with the schedule zero-bubble",
+    ),
+    "pipeline stages: zero of a framework": (
+        Layout(pp=2, dp=2, zero=3),
+        {"memory_policy": "eager"},
+        "3 with pp 2 in an eager framework",
+    ),
     "tensor parallelism in chunks: metp": (Layout(metp=2, tp_overlap="chunked"), {}, "2 with tp_overlap chunked"),
     "tensor parallelism in chunks: tp": (Layout(tp_overlap="chunked"), {}, "1 with tp_overlap chunked"),
     "tensor parallelism in chunks: sequence_parallel": (

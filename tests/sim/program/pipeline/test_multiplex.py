@@ -18,11 +18,14 @@ from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.engine.simulate import Simulation, simulate
+from memo_sim.program.analysis.columns import expand
+from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.work import Attention, Gemm, PointToPoint, Work
 from memo_sim.program.layout.multiplex import Portion, cut_tasks
 from memo_sim.program.layout.partition import earlier_tokens, partition
 from memo_sim.program.lower import lower
 from memo_sim.program.verify.stages import check_stages
+from memo_sim.program.verify.values import check_values
 from tests.sim import toy_machine
 from tests.sim.program.pipeline.phases import Phase, identifiers, scope
 from tests.sim.small_programs import GPT, LLAMA, decide, faults_of
@@ -87,6 +90,14 @@ def work(decisions: Decisions, subsequence: int, portion: Portion) -> float:
     return sum(1 + token / k for token in range(first, first + portion.tokens))
 
 
+def several(stages: int, count: int, policy: tuple[str, float] = ("none", 0.0), **more: object) -> Decisions:
+    """Return multiplexed decisions with several sequences in the one micro-batch (``micro_batch``, by default two)."""
+    sequences = more.pop("micro_batch", 2)
+    chosen = multiplexed(stages, count, (policy[0], 0.0), micro_batch=sequences, global_batch=sequences, **more)
+    return msgspec.structs.replace(chosen, swapped_tokens=int(policy[1]) * chosen.local_tokens)
+
+
+few = st.tuples(st.integers(2, 4), st.integers(0, 2)).map(lambda drawn: (drawn[0], sum(drawn)))
 waves = st.tuples(st.integers(2, 6), st.integers(0, 5)).map(lambda drawn: (drawn[0], sum(drawn)))
 
 
@@ -111,10 +122,12 @@ def test_every_row_is_computed_once_by_its_owner_or_an_idle_stage(
             assert not 0 <= x + stage - helper.stage < count
 
 
+@pytest.mark.parametrize("ulysses", [1, 4])
 @pytest.mark.parametrize("partitioned", ["length", "flops"])
-def test_stages_that_share_a_wave_have_equal_work_up_to_a_granule(partitioned: str) -> None:
-    decisions = multiplexed(4, 8, seq_tokens=512 * 1024, partition=partitioned)
-    k, starts = earlier_tokens(decisions.model), [0, *accumulate(partition(decisions))]
+def test_stages_that_share_a_wave_have_equal_work_up_to_a_granule(partitioned: str, ulysses: int) -> None:
+    """Of Ulysses a row of a rank stands for as many tokens as there are ranks."""
+    decisions = multiplexed(4, 8, seq_tokens=512 * 1024, partition=partitioned, ulysses=ulysses)
+    k, starts = earlier_tokens(decisions.model) / ulysses, [0, *accumulate(partition(decisions))]
     done: dict[int, Counter[int]] = defaultdict(Counter)
     for (x, stage), task in cut_tasks(decisions).items():
         for portion in task.portions:
@@ -141,6 +154,8 @@ def test_every_policy_passes_the_independent_checkers(policy: tuple[str, float],
     [
         {"tp": 2, "sequence_parallel": True, "seq_tokens": 4096},
         {"dp": 2, "zero": 1, "overlap": "both"},
+        {"ulysses": 2, "seq_tokens": 4096},
+        {"ulysses": 4, "tp": 2, "seq_tokens": 8192},
         {"model": GPT, "states": "host", "schedule": "gpipe"},
         {"partition": "length", "seq_tokens": 2000},
     ],
@@ -149,9 +164,6 @@ def test_every_policy_passes_the_independent_checkers(policy: tuple[str, float],
 def test_compatible_options_pass_the_independent_checkers(more: dict) -> None:
     for policy in POLICIES[::2]:
         assert faults_of(multiplexed(2, 3, policy, **more)) == []
-
-
-few = st.tuples(st.integers(2, 4), st.integers(0, 2)).map(lambda drawn: (drawn[0], sum(drawn)))
 
 
 @settings(max_examples=5, deadline=None)
@@ -166,9 +178,99 @@ def test_no_combination_of_stages_and_sizes_deadlocks(
     )
 
 
+@pytest.mark.parametrize("sequences", [2, 3])
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_several_sequences_pass_the_independent_checkers(policy: tuple[str, float], sequences: int) -> None:
+    chosen = several(3, 4, policy, micro_batch=sequences)
+    assert len(cut_tasks(chosen)) == 6
+    assert faults_of(chosen) == []
+
+
+@settings(max_examples=5, deadline=None)
+@given(few, st.sampled_from(POLICIES), st.integers(2, 4), st.integers(1, 5), st.sampled_from(["length", "flops"]))
+def test_no_number_of_sequences_makes_a_fault(
+    sizes: tuple[int, int], policy: tuple[str, float], sequences: int, granules: int, partitioned: str
+) -> None:
+    tokens = (128 * granules + 4) * sizes[1]
+    assert faults_of(several(*sizes, policy, micro_batch=sequences, seq_tokens=tokens, partition=partitioned)) == []
+
+
+def test_a_helper_has_the_rows_and_the_heads_of_its_rank_of_ulysses() -> None:
+    """Each rank gets half of the heads of all keys before its portion's rows, and exchanges its own rows by itself."""
+    chosen = multiplexed(2, 2, ulysses=2, partition="length", seq_tokens=4096)
+    helper = cut_tasks(chosen)[1, 1].helpers[0]
+    exchanged, received = set[str](), dict[str, int]()
+    for name, each in lower(chosen)[helper.stage].walk():
+        if name.startswith("m0/s1/l2/") and "recv.before" in name:
+            received[name] = each.work.bytes
+        if name.startswith("m0/s1/l2/") and each.lane is Lane.ULYSSES:
+            exchanged.add(name.rpartition("/")[2])
+    row = 2 * 2 * chosen.model.kv_width // 2
+    assert list(received.values()) == [2048 * row]
+    assert len(exchanged) >= 4  # Q, K and V, and attention's output, in both directions
+
+
+@pytest.mark.parametrize("sequences", [2, 3])
+def test_several_sequences_have_the_work_that_they_have_without_multiplexing(sequences: int) -> None:
+    chosen = several(4, 6, micro_batch=sequences)
+    assert flops(chosen) == flops(decide_without(chosen))
+
+
+FIRST_TASK = {
+    3: {"attn.q0": (1, 256, 256), "attn.before.q0.k0": (1, 256, 256), "attn.q1": (1, 512, 512)},
+    4: {"attn.q0": (2, 512, 512)},
+}
+"""Calls of the owner of a wave's only task, by the number of sequences, of 512 rows each: (batch, queries, keys). Of
+three it has the second half of the second, which attends to the first half, and the third; of four the last two."""
+
+
+@pytest.mark.parametrize("sequences", FIRST_TASK)
+def test_whole_sequences_are_one_batch_and_a_part_of_one_is_a_call_of_its_own(sequences: int) -> None:
+    chosen = several(2, 4, micro_batch=sequences, partition="length")
+    calls = {
+        name.removeprefix("m0/s0/l0/fwd/"): (work.batch, work.q_tokens, work.k_tokens)
+        for name, each in lower(chosen)[0].walk()
+        if isinstance(work := each.work, Attention) and name.startswith("m0/s0/l0/fwd/")
+    }
+    assert calls == FIRST_TASK[sequences]
+
+
+def test_helpers_get_the_keys_of_their_own_sequences_alone() -> None:
+    """A helper of one of four sequences gets a quarter of the earlier keys, one message an earlier subsequence."""
+    chosen = several(4, 4, micro_batch=4, partition="length")
+    (first, *_) = cut_tasks(chosen)[3, 3].helpers
+    assert (first.first, first.tokens) == (0, 512)
+    received = {
+        name: each.work.bytes
+        for name, each in lower(chosen)[first.stage].walk()
+        if name.startswith("m0/s3/l6/") and "recv.before" in name
+    }
+    row = 2 * 2 * chosen.model.kv_width
+    assert [name.rpartition(".before")[2] for name in received] == [".0.3-0", ".1.3-0", ".2.3-0"]
+    assert set(received.values()) == {512 * row}
+
+
+def test_the_checkers_find_keys_of_another_sequence() -> None:
+    """The owner of the last subsequence's second sequence reads the first one's earlier keys."""
+    chosen = several(2, 2, partition="length")
+    (_, stage) = lower(chosen)
+    number, template = next((n, each) for n, each in enumerate(stage.templates) if each.name == "layer.fwd.s1")
+    at, call = next((n, each) for n, each in enumerate(template.instructions) if ".before" in each.name)
+    assert [each.first for each in call.operands if each.role == "kv"] == [512]
+    operands = tuple(msgspec.structs.replace(each, first=0) if each.role == "kv" else each for each in call.operands)
+    instructions = list(template.instructions)
+    instructions[at] = msgspec.structs.replace(call, operands=operands)
+    templates = list(stage.templates)
+    templates[number] = replace(template, instructions=tuple(instructions))
+    wrong = replace(stage, templates=tuple(templates))
+    found = check_values(wrong, expand(wrong), chosen)
+    assert any("are not of one sequence" in fault for fault in found)
+
+
 @pytest.mark.parametrize("what", ["recv.kv.", "send.d_kv.", "send.grads.", "recv.again."])
-def test_the_checkers_find_missing_transfers_between_helper_and_owner(what: str) -> None:
-    programs = lower(multiplexed(2, 4))
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_the_checkers_find_missing_transfers_between_helper_and_owner(what: str, sequences: int) -> None:
+    programs = lower(several(2, 4, micro_batch=sequences))
     stage, number = next(
         (r, n)
         for r, program in enumerate(programs)

@@ -211,7 +211,6 @@ def test_one_subsequence_is_the_program_without_subsequences() -> None:
     [
         (Layout(subsequences=2, cp=2, cp_exchange="rsa"), {}, "layout.subsequences"),
         (Layout(subsequences=2, cp=2, pp=2, multiplexed=True), {"global_batch": 1}, "layout.multiplexed"),
-        (Layout(subsequences=2, pp=2, multiplexed=True), {"micro_batch": 2}, "micro_batch"),
         (Layout(subsequences=2), {"kernels": Kernels(attention="plain")}, "decisions.kernels.attention"),
         (Layout(subsequences=2), {"policy": ("selective", 0.0)}, "decisions.recompute"),
         (Layout(subsequences=9), {}, "layout.subsequences"),
