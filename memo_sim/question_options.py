@@ -103,7 +103,7 @@ PRICE = click.option(
 JOBS = click.option(
     "--jobs",
     type=click.IntRange(1),
-    show_default="one a CPU, at most 4, where it takes longer than a second",
+    show_default="one a CPU, at most 4, where there are many layouts",
     help="Processes that share the search; the answer is the same.",
 )
 METAVARS: dict[type, str] = {

@@ -156,6 +156,7 @@ class Ahead:
         """
         found: dict[int, Result] = {}
         left, begun = deque(range(len(parts))), dict[int, tuple[int, Helper]]()
+        self._team.hurry()
         while left or begun:
             if found:  # the first part fills caches that forked processes then have
                 self._give_parts(task, parts, left, begun)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import replace
 
+import msgspec
+
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.planning.ahead import Ahead, Number, Offer
 from memo_sim.planning.aims import Aims
@@ -22,6 +24,11 @@ Waiting = tuple[Key, Number, Bounded | BoundedLayout]
 
 AT_ONCE = 32
 """Layouts whose first bounds are one part of the work that processes share: some tens of milliseconds."""
+
+
+def _family(layout: Layout) -> Layout:
+    """Return a layout that others have whose kernels are the same (``few_layers.Passes``): one process prices them."""
+    return msgspec.structs.replace(layout, pp=1, pp_layers=(), schedule="1f1b", virtual_stages=1, dp=1, zero=0)
 
 
 class Findings:
@@ -56,9 +63,14 @@ class Findings:
         """Return layouts with their first bounds."""
         if self._ahead is None:
             return self._examination.layouts(layouts)
-        parts = [layouts[first : first + AT_ONCE] for first in range(0, len(layouts), AT_ONCE)]
-        found = self._ahead.divided(bound_layouts, self._examination.layouts, parts)
-        return [one for part in found for one in part]
+        families: dict[Layout, list[int]] = {}
+        for place, layout in enumerate(layouts):
+            families.setdefault(_family(layout), []).append(place)
+        places = [place for family in families.values() for place in family]
+        parts = [[layouts[at] for at in places[first : first + AT_ONCE]] for first in range(0, len(places), AT_ONCE)]
+        divided = self._ahead.divided(bound_layouts, self._examination.layouts, parts)
+        found = dict(zip(places, (one for part in divided for one in part), strict=True))
+        return [found[place] for place in range(len(layouts))]
 
     def tightened(self, number: Number, one: Bounded | BoundedLayout) -> Bounded | BoundedLayout:
         """Return a candidate or layout with its next tighter bounds."""

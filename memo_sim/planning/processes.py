@@ -25,7 +25,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -44,8 +43,6 @@ MOST_JOBS = 64
 """Largest number of processes of one search."""
 MOST_UNASKED = 4
 """Largest number of processes of a search whose number nobody has chosen."""
-UNASKED_AFTER_S = 1.0
-"""How long such a search takes before others help: most searches have ended by then."""
 
 Task = Callable[..., Iterator[object]]
 """A function of a module. Its first argument is a dictionary that a process keeps from one task to the next."""
@@ -125,27 +122,31 @@ class Helper:
 class Team:
     """The processes that work beside this one."""
 
-    def __init__(self, others: int, *, forks: bool = False, after_s: float = 0.0) -> None:
-        """``forks``: whether they are forked where they may be. ``after_s``: seconds from now before they start."""
+    def __init__(self, others: int, *, forks: bool = False, waits: bool = False) -> None:
+        """``forks``: whether they are forked where they may be. ``waits``: whether none starts before ``hurry``."""
         self.others = others
         self._forks = forks
-        self._start_s = time.monotonic() + after_s
+        self._waits = waits
         self._helpers: list[Helper] | None = None
         self._names = count()
 
     def helpers(self, module: str, kept: dict[str, Any]) -> list[Helper]:
-        """Return the processes that are alive; the first call in time starts them.
+        """Return the processes that are alive; the first call starts them, unless they wait for ``hurry``.
 
         Those that are forked have ``kept`` (``Helper.kept``); the others import ``module``.
         """
         if self._helpers is None:
-            if time.monotonic() < self._start_s:
+            if self._waits:
                 return []
             self._helpers = []
             forks = self._forks and may_fork()
             for _ in range(self.others):
                 self._helpers.append(Helper(module, kept if forks else None))
         return self._helpers
+
+    def hurry(self) -> None:
+        """Let the processes start when they first can be used: there is work for all of them."""
+        self._waits = False
 
     def next_name(self) -> int:
         """Return a name that no task has had."""
@@ -213,14 +214,15 @@ def usable_cpus() -> int:
 def command_processes(jobs: int | None) -> Iterator[None]:
     """Let what is searched in this block of a command use ``jobs`` processes, which are forked (``may_fork``).
 
-    None: one for each CPU, up to ``MOST_UNASKED``; the others start when a search takes longer than usual.
+    None: one for each CPU, up to ``MOST_UNASKED``, where there are many layouts. With few, what others do ahead is
+    often not needed: GPT 7B at 1M on eight A800 takes 1.5 times the CPU seconds, and no fewer of this process.
 
     Raises:
         UsageError, CannotRun: see ``processes``.
     """
     if jobs is None:
         several = min(usable_cpus(), MOST_UNASKED)
-        with processes(several, forks=True, after_s=UNASKED_AFTER_S):
+        with processes(several, forks=True, waits=True):
             yield
     else:
         with processes(jobs, forks=True):
@@ -228,10 +230,10 @@ def command_processes(jobs: int | None) -> Iterator[None]:
 
 
 @contextmanager
-def processes(jobs: int, *, forks: bool = False, after_s: float = 0.0) -> Iterator[None]:
+def processes(jobs: int, *, forks: bool = False, waits: bool = False) -> Iterator[None]:
     """Let what is searched in this block use ``jobs`` processes, this one included.
 
-    ``forks``, ``after_s``: see ``Team``. With one process, a block around this one decides.
+    ``forks``, ``waits``: see ``Team``. With one process, a block around this one decides.
 
     Raises:
         UsageError: when there cannot be so many.
@@ -244,7 +246,7 @@ def processes(jobs: int, *, forks: bool = False, after_s: float = 0.0) -> Iterat
         return
     if multiprocessing.current_process().daemon:
         raise CannotRun("a daemonic process cannot start others", got=f"{jobs} processes", hint="ask with jobs=1")
-    team = Team(jobs - 1, forks=forks, after_s=after_s)
+    team = Team(jobs - 1, forks=forks, waits=waits)
     try:
         with working_with(team):
             yield

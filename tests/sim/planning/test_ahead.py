@@ -7,6 +7,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -16,7 +17,12 @@ from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.plan import Decisions
 from memo_sim.engine.fast_loop import FastLoop
 from memo_sim.engine.simulate import simulate
+from memo_sim.planning import findings
 from memo_sim.planning import plays as played
+from memo_sim.planning import search as searched
+from memo_sim.planning.ahead import Ahead
+from memo_sim.planning.bounded_candidates import Bounded
+from memo_sim.planning.lower_bounds import LowerBound
 from memo_sim.planning.processes import Kind, Message, Task, Team, working_with
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import SearchResult, play, search
@@ -61,7 +67,8 @@ class SlowTeam(Team):
         self.random = random.Random(seed)
         self.most_steps = most_steps
         self.lost = lost
-        self.outcomes = 0
+        self.named = Counter[object]()
+        """How often each kind of result has come."""
 
     def helpers(self, module: str, kept: dict[str, Any]) -> list[Any]:
         return self.slow
@@ -72,7 +79,8 @@ class SlowTeam(Team):
                 if one.tasks:
                     begins = isinstance(one.given[one.tasks[0]], type(iter(())))
                     message = one.step(dies=not begins and self.random.random() < self.lost)
-                    self.outcomes += message.kind is Kind.PART and message.part[0] == "outcome"
+                    if message.kind is Kind.PART and isinstance(message.part, tuple):
+                        self.named[message.part[0]] += 1
                     yield message
 
 
@@ -112,7 +120,7 @@ def test_the_result_does_not_depend_on_the_processes(name: str) -> None:
     alone, team = told(search(question, **settings)), SlowTeam(2, seed=2, most_steps=4, lost=0.1)
     with working_with(team):
         assert told(search(question, **settings)) == alone
-    assert team.outcomes
+    assert team.named["outcome"]
 
 
 @pytest.mark.slow
@@ -141,6 +149,41 @@ def test_no_plan_is_played_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     with working_with(SlowTeam(2, seed=7, most_steps=9)):
         search(question, siblings=True)
     assert set(plays.values()) == {1}
+
+
+def squares(here: dict[str, Any], numbers: list[int]) -> Iterator[list[int]]:
+    yield squared(numbers)
+
+
+def squared(numbers: list[int]) -> list[int]:
+    return [number * number for number in numbers]
+
+
+@pytest.mark.parametrize("lost", [0.0, 0.3, 1.0])
+def test_divided_work_gives_the_result_of_each_part_whoever_does_it(lost: float) -> None:
+    parts = [[number, number + 1] for number in range(20)]
+    for others, most_steps in ((1, 0), (1, 3), (3, 1), (3, 9)):
+        team = SlowTeam(others, seed=8, most_steps=most_steps, lost=lost)
+        ahead = Ahead(team, mock.Mock(), begin=(squares, ([],)), kept={}, task=squares)
+        assert ahead.divided(squares, squared, parts) == [squared(part) for part in parts]
+        assert all(len(one.tasks) <= 1 for one in team.slow)  # of one that has not begun, its first task
+
+
+def test_bounds_of_one_stage_have_a_name_for_each_time_that_it_is_played() -> None:
+    candidate = mock.Mock()
+    low, high = (Bounded(candidate, LowerBound(step_s, 0, 0), next_bound="alone") for step_s in (1.0, 2.0))
+    assert low.next_name(9.0) != high.next_name(9.0)
+    assert low.next_name(9.0) != low.next_name(8.0)
+
+
+def test_bounds_of_many_layouts_do_not_depend_on_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(searched, "MOST_LAYOUTS_AT_ONCE", 4)
+    monkeypatch.setattr(findings, "AT_ONCE", 3)
+    question, settings = QUESTIONS["pruned"]
+    alone, team = told(search(question, **settings)), SlowTeam(2, seed=9, most_steps=4, lost=0.1)
+    with working_with(team):
+        assert told(search(question, **settings)) == alone
+    assert team.named["waits"]
 
 
 @pytest.mark.slow

@@ -148,7 +148,7 @@ def test_processes_of_a_command_are_forked_with_what_is_kept_unless_there_is_a_t
             team.end()
 
 
-def test_processes_that_nobody_has_asked_for_start_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_nobody_has_asked_for_wait_for_much_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(beside, "usable_cpus", lambda: 1)
     with command_processes(None):
         assert current_team() is None
@@ -158,6 +158,8 @@ def test_processes_that_nobody_has_asked_for_start_later(monkeypatch: pytest.Mon
         assert team is not None
         assert team.others + 1 == beside.MOST_UNASKED
         assert team.helpers(__name__, {}) == []
+        team.hurry()
+        assert len(team.helpers(__name__, {})) == team.others
     with command_processes(3):
         team = current_team()
         assert team is not None
