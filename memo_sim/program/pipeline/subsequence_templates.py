@@ -245,7 +245,7 @@ class SubsequenceTemplates:
         backward leaves to W passes depends on which tensors are swapped, which other instructions do not see.
         """
         layout = self.decisions.layout
-        w_passes = layout.pp > 1 and layout.schedule == "zero-bubble"
+        w_passes = any(each.deferred.applies for each in self.of_kinds)
         return layout.subsequences == 1 and layout.metp == 1 and not w_passes
 
     def _shared(
