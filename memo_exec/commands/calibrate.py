@@ -12,8 +12,8 @@
 On a CPU a lane issues and computes in one thread, so every rate includes the time between two kernels.
 On CUDA instructions are issued ahead, and the shortest time of a kernel is the launch floor. Every number is the median
 of repeats and keeps its spread. Operators are timed in several passes, in the order of what they decide
-(probes/order.py). When the budget ends (probes/budget.py), the points that are left are not measured, and the profile's
-provenance says which.
+(probes/order.py), and none starts that would end too late (probes/passes.py). When the budget ends (probes/budget.py),
+the points that are left are not measured, and the profile's provenance says which.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ from memo_exec.machine.machine import Machine, library_versions, this_machine, v
 from memo_exec.memory.heap import return_freed
 from memo_exec.probes import clocks, collectives, copy_rates, host_update, in_step, memory, overlap, workspaces
 from memo_exec.probes import grid as grids
-from memo_exec.probes.budget import COPIES_END, OPERATORS_END, QUICK_FROM, TOGETHER_END, Budget
+from memo_exec.probes.budget import COPIES_END, QUICK_FROM, TOGETHER_END, Budget
 from memo_exec.probes.copies import Lanes
 from memo_exec.probes.copy_rates import AllDevices
 from memo_exec.probes.grid import Grid
 from memo_exec.probes.load import Load, disturbances, middle_spread
 from memo_exec.probes.operators import Bench, Operator, operators_of
-from memo_exec.probes.order import ENDS, by_decision, left_out
+from memo_exec.probes.order import by_decision, left_out
+from memo_exec.probes.passes import PASSES, time_all
 from memo_exec.probes.profile import COLLECTIVES, COPIES, HOST, Found, Shared, profile_of
 from memo_exec.probes.ranks import Ranks, joined
 from memo_exec.probes.tables import Timed, point_of
@@ -57,9 +58,6 @@ from memo_sim.program.ir.work import Gemm, LinearLoss, Rowwise
 
 SHARING_A_POINT = 2
 """How many operators at most are timed for one point of a row-wise curve."""
-
-PASSES = 3
-"""How many passes time all operators. A short load of the machine then disturbs at most one sample of an operator."""
 
 HURRIED = Effort(repeats=1, seconds=0.0, most=1, patience_s=0.0)
 """How the ends of tables are timed when time is short: one call to warm up, and one that counts."""
@@ -196,7 +194,7 @@ def _measure(
     cache_bytes = memory.cache_bytes(device)
     with Lanes(device, base, cache_bytes) as lanes:
         own = _operators(grid, kernels.attention, kernels.rowwise, kernels.losses)
-        operators, tables = by_decision([*own, *beside])
+        operators = by_decision([*own, *beside])
         first = copy_rates.measurements(grid)
         total = first + PASSES * len(operators) + 1  # the last one measures memory
         bench = Bench(device, cache_bytes)
@@ -213,16 +211,15 @@ def _measure(
         return_freed()
         with clocks.watched(device) as clock_notes:
             _compile(lanes, bench, operators)
-            timed_ends = set(map(id, operators[: ENDS * tables]))
 
-            def in_time(operator: Operator) -> Sample:
-                hurried = id(operator) in timed_ends and budget.over(QUICK_FROM)
+            def in_time(operator: Operator, *, climbing: bool) -> Sample:
+                hurried = climbing and budget.over(QUICK_FROM)
                 return time_one(operator, HURRIED if hurried else Effort())
 
-            until = budget.until(OPERATORS_END)
-            samples = _time_all(in_time, operators, tables, until, lambda n: progress(first + n, total))
-        missing, operators = left_out(operators, len(samples)), operators[: len(samples)]
-        middles = [of_passes(found) for found in samples]
+            until = budget.operators_until()
+            samples = time_all(in_time, operators, until, lambda n: progress(first + n, total))
+        missing, operators = left_out(operators, samples), [operators[i] for i in samples]
+        middles = [of_passes(found) for found in samples.values()]
         added_s = added.seconds if added else 0.0
         timed = [
             Timed.of(operator.instruction.work, sample, added_s, operator.rowwise)
@@ -243,7 +240,7 @@ def _measure(
         reserve_bytes=reserve,
     )
     progress(total, total)
-    passes = {"passes": str(min(map(len, samples)))}
+    passes = {"passes": str(min(map(len, samples.values())))}
     if added:
         passes |= {
             "dispatch_us": f"{added.between.seconds * 1e6:.1f}",
@@ -358,31 +355,3 @@ def _inside(lanes: Lanes, bench: Bench, operator: Operator, effort: Effort) -> S
     if operator.bytes > LARGE_BYTES:
         return_freed()  # the C library would keep operands of up to 32 MiB
     return sample
-
-
-def _time_all(
-    time_one: Callable[[Operator], Sample],
-    operators: list[Operator],
-    tables: int,
-    until: float,
-    tell: Callable[[int], None],
-) -> list[list[Sample]]:
-    """Time operators in several passes; return the samples of those that were timed.
-
-    The first ``tables`` operators are timed at least once. After ``until`` (by ``time.perf_counter``) no operator
-    starts, and no later pass starts that would end after it, assuming that it takes as long as the previous pass.
-    """
-    samples: list[list[Sample]] = []
-    for number in range(PASSES):
-        start = time.perf_counter()
-        for i, operator in enumerate(operators):
-            if time.perf_counter() > until and (number or i >= tables):
-                return samples
-            if not number:
-                samples.append([])
-            samples[i].append(time_one(operator))
-            tell(number * len(operators) + i + 1)
-        now = time.perf_counter()
-        if now + (now - start) > until:
-            break
-    return samples
