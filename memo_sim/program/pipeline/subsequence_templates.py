@@ -241,10 +241,12 @@ class SubsequenceTemplates:
     def _shares(self) -> bool:
         """Whether templates may have the instructions of another plan's: whole micro-batches, without METP.
 
-        Templates of subsequences and METP are long, and all of a plan's are cached (``template_cache.py``).
+        Templates of subsequences and METP are long, and all of a plan's are cached (``template_cache.py``). What
+        backward leaves to W passes depends on which tensors are swapped, which other instructions do not see.
         """
         layout = self.decisions.layout
-        return layout.subsequences == 1 and layout.metp == 1
+        w_passes = layout.pp > 1 and layout.schedule == "zero-bubble"
+        return layout.subsequences == 1 and layout.metp == 1 and not w_passes
 
     def _shared(
         self,
@@ -268,7 +270,8 @@ class SubsequenceTemplates:
         suffix = of.layers.suffix
         if name + suffix not in self.made:
             plan = self._seen if recomputes else seen_without_recompute(self.decisions)
-            key = alike, plan, of.layers.number, self._ranks
+            kind = layer_kind(self.decisions, of.layers.shape).name
+            key = alike, kind, plan, of.layers.number, self._ranks
             template, slots = shared.of(key, seen, lambda: self._named(make(), suffix), given)
             self.made[name + suffix] = replace(template, name=name + suffix), slots
         return self.made[name + suffix]

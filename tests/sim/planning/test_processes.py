@@ -125,27 +125,36 @@ def test_a_number_of_processes_that_cannot_be() -> None:
     assert current_team() is None
 
 
+def seen_by_tasks(threads: int) -> list[object]:
+    """Return what tasks see in two processes that are forked beside other threads, if they may be; one is killed."""
+    told = threading.Event()
+    waiting = [threading.Thread(target=told.wait) for _ in range(threads)]
+    for one in waiting:
+        one.start()
+    team = Team(2, forks=True)
+    try:
+        helpers = team.helpers(__name__, {"kept": [threads]})
+        for name, helper in enumerate(helpers):
+            assert helper.give(name, is_forked)
+        found: list[object] = []
+        while len(found) < 2:
+            found += [one.part for one in team.messages(block=True) if one.kind is Kind.PART]
+        os.kill(helpers[0].process.pid or 0, signal.SIGKILL)  # the other one does not hold its connection
+        assert helpers[0].connection.poll(60)
+    finally:
+        told.set()
+        team.end()
+    return found
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="others are forked on Linux alone")
-def test_processes_of_a_command_are_forked_with_what_is_kept_unless_there_is_a_thread() -> None:
-    for threads in (0, 1):
-        told = threading.Event()
-        waiting = [threading.Thread(target=told.wait) for _ in range(threads)]
-        for one in waiting:
-            one.start()
-        team = Team(2, forks=True)
-        try:
-            helpers = team.helpers(__name__, {"kept": [threads]})
-            for name, helper in enumerate(helpers):
-                assert helper.give(name, is_forked)
-            forked: list[object] = []
-            while len(forked) < 2:
-                forked += [one.part for one in team.messages(block=True) if one.kind is Kind.PART]
-            assert forked == [(None if threads else [0], True, True)] * 2
-            os.kill(helpers[0].process.pid or 0, signal.SIGKILL)  # the other one does not hold its connection
-            assert helpers[0].connection.poll(60)
-        finally:
-            told.set()
-            team.end()
+@pytest.mark.parametrize(("threads", "kept"), [(0, [0]), (1, None)])
+def test_processes_of_a_command_are_forked_with_what_is_kept_unless_there_is_a_thread(
+    threads: int, kept: list[int] | None
+) -> None:
+    asked = f"from {__name__} import seen_by_tasks; print(seen_by_tasks({threads}))"  # pytest's workers have threads
+    done = subprocess.run([sys.executable, "-c", asked], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{[(kept, True, True)] * 2}\n", "")
 
 
 def test_processes_that_nobody_has_asked_for_wait_for_much_work(monkeypatch: pytest.MonkeyPatch) -> None:

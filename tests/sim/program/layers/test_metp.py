@@ -41,6 +41,12 @@ def test_the_checkers_find_nothing(model: Model, ranks: int, policy: tuple[str, 
     assert faults_of(chosen(model, metp(ranks, overlap_exchanges=overlap), policy)) == []
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("policy", [("tokenwise", 0.5), ("full", 0.0)])
+def test_the_checkers_find_nothing_on_stages_that_divide_gradients(policy: tuple[str, float], zero: int) -> None:
+    assert faults_of(chosen(LLAMA, metp(2, pp=2, dp=2, zero=zero), policy)) == []
+
+
 @pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy[0] != "full"])
 def test_the_checkers_find_nothing_with_kept_norms(policy: tuple[str, float]) -> None:
     decisions = msgspec.structs.replace(chosen(GPT, metp(4), policy), keep_norms=True)
@@ -62,7 +68,6 @@ def test_kept_norms_are_not_recomputed(kept: bool) -> None:
         (metp(2, tp=2), {}, "layout.tp"),
         (metp(2, cp=2), {}, "layout.cp"),
         (metp(2, ulysses=2), {}, "layout.ulysses"),
-        (metp(2, pp=5, zero=2), {}, "layout.zero"),
         (metp(2, pp=5, schedule="zero-bubble"), {}, "layout.schedule"),
         (metp(2, subsequences=2), {}, "layout.subsequences"),
         (metp(2), {"recompute": "selective"}, "decisions.recompute"),

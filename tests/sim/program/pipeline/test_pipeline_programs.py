@@ -298,8 +298,8 @@ def test_interleaved_stages_without_early_receives_deadlock(
             Layout(pp=2, schedule="zero-bubble"),
             *({"policy": ("full", 0.0), "mlp_chunk_tokens": 512}, "decisions.mlp_chunk_tokens", ("512", "zero-bubble")),
         ),
-        (Layout(pp=2, dp=2, zero=2), {}, "layout.zero", "2"),
-        (Layout(pp=2, dp=2, zero=3), {}, "layout.zero", "3"),
+        (Layout(pp=2, dp=2, schedule="zero-bubble", zero=2), {}, "layout.zero", ("2", "zero-bubble")),
+        (Layout(pp=2, dp=2, schedule="zero-bubble", zero=3), {}, "layout.zero", ("3", "zero-bubble")),
     ],
 )
 def test_what_stages_cannot_be_is_refused(layout: Layout, more: dict, where: str, got: str | tuple[str, ...]) -> None:

@@ -19,10 +19,12 @@ LAYOUTS = [
     Layout(tp=2, sequence_parallel=True, dp=2),
     Layout(tp=2, sequence_parallel=True, dp=2, tp_overlap="chunked"),
     Layout(tp=2, dp=2, pp=2),
+    Layout(tp=2, dp=2, pp=2, schedule="zero-bubble"),
     Layout(cp=2, dp=2),
     Layout(ulysses=2, dp=2),
 ]
-"""Context parallelism and Ulysses leave the same rows to a rank's embedding and head."""
+"""Context parallelism and Ulysses leave the same rows to a rank's embedding and head. W passes of zero-bubble read what
+backward leaves, which depends on what is swapped."""
 
 
 def plan(layout: Layout, recompute: str, alpha: float, **changes: object) -> Decisions:
@@ -43,7 +45,7 @@ def zeros(layout: Layout, recompute: str, alpha: float) -> list[Decisions]:
     """Return plans that differ in ZeRO and in the number of replicas."""
     some = [{"zero": 0}, {"zero": 0, "dp": 1}, {"zero": 1}, {"zero": 2}, {"zero": 3}]
     layouts = [msgspec.structs.replace(layout, **changes) for changes in some]
-    return [plan(each, recompute, alpha) for each in layouts if each.pp == 1 or each.zero < 2]
+    return [plan(each, recompute, alpha) for each in layouts if each.schedule != "zero-bubble" or each.zero < 2]
 
 
 def every() -> list[Decisions]:
@@ -51,6 +53,7 @@ def every() -> list[Decisions]:
     policies = [
         ("none", 0.0),
         ("none", 0.5),
+        ("none", 1.0),
         ("tokenwise", 0.0),
         ("tokenwise", 0.5),
         ("tokenwise", 0.75),
