@@ -1,10 +1,12 @@
 """Compares gloo's collectives as calibration times them with the same ones inside a step of two ranks, on a CPU.
 
-    torchrun --nproc_per_node 2 -m benchmarks.executor.two_ranks [--layout tp|ulysses]
+    torchrun --nproc_per_node 2 -m benchmarks.executor.two_ranks [--layout tp|ulysses|zero1]
 
 A collective of a step takes from the end of the compute before it to the start of the compute that waits for it, on the
-rank that arrives last. Calls back to back are what calibration timed before. Because other programs may use the
-machine, the lowest fifth of the times counts everywhere.
+rank that arrives last. With ZeRO 1, blocks are reduced and gathered one behind the other without compute between them,
+so an instruction counts from its own start to its end. Calls back to back are what calibration timed before. Where an
+instruction makes several calls, "as one call" is the time of a single one of all bytes. Because other programs may use
+the machine, the lowest fifth of the times counts everywhere.
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from datetime import timedelta
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from benchmarks.executor.small_steps import decisions_of
 from memo_exec.distributed.groups import make_groups
@@ -28,14 +32,14 @@ from memo_exec.probes.ranks import Ranks
 from memo_sim.contract.hardware import CollectiveKind
 from memo_sim.contract.plan import Layout
 from memo_sim.program.ir.instruction import Lane
-from memo_sim.program.ir.work import Collective
+from memo_sim.program.ir.work import Collective, LibraryCall
 from memo_sim.program.lower import lower
 
 STEPS, ROUNDS, SECONDS = 100, 12, 0.05
 LOW = 0.2
 PATIENCE_S = 60
 CPU = torch.device("cpu")
-LAYOUTS = {"tp": Layout(tp=2, sequence_parallel=True), "ulysses": Layout(ulysses=2)}
+LAYOUTS = {"tp": Layout(tp=2, sequence_parallel=True), "ulysses": Layout(ulysses=2), "zero1": Layout(dp=2, zero=1)}
 
 
 def main() -> None:
@@ -47,14 +51,17 @@ def main() -> None:
     options = parser.parse_args()
     dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S))
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), CPU)
-    decisions = decisions_of(options.layers, options.width, options.tokens, LAYOUTS[options.layout])
+    layout = LAYOUTS[options.layout]
+    decisions = replace(decisions_of(options.layers, options.width, options.tokens, layout), global_batch=layout.dp)
     programs = lower(decisions)
     (program,) = programs
     walked = [instruction for _, instruction in program.walk()]
     compute = [i for i, each in enumerate(walked) if each.lane is Lane.COMPUTE]
-    found = [i for i, each in enumerate(walked) if isinstance(each.work, Collective) and compute[0] < i < compute[-1]]
+    found = [i for i, each in enumerate(walked) if isinstance(each.work, Collective) and compute[0] < i]
+    own = layout.zero > 0
+    found = found if own else [i for i in found if i < compute[-1]]
     before = [max(j for j in compute if j < i) for i in found]
-    behind = [min(j for j in compute if j > i) for i in found]
+    behind = [min(j for j in compute if j > i) for i in ([] if own else found)]
     groups = make_groups(programs, MeshCoordinates(decisions.layout, ranks.rank), patience_s=PATIENCE_S)
     ids = torch.zeros(1, decisions.local_tokens, dtype=torch.int64)
     times, left = [], []
@@ -62,28 +69,46 @@ def main() -> None:
         for _ in range(STEPS):
             ranks.wait()
             record = interpreter.run_step([(ids, ids)], StepScalars(lr=1e-4))
+            if own:
+                times.append(ranks.shortest((record.end_s[found] - record.start_s[found]).tolist()))
+                continue
             times.append(ranks.shortest((record.start_s[behind] - record.end_s[before]).tolist()))
             left.append(ranks.shortest((record.start_s[behind] - record.end_s[found]).tolist()))
     in_step = np.quantile(np.array(times[2:]), LOW, axis=0).tolist()
-    awaited = (np.array(left).min(axis=0) > 0).tolist()
-    by_work: dict[tuple[CollectiveKind, int, int], list[float]] = defaultdict(list)
+    awaited = [True] * len(found) if own else (np.array(left).min(axis=0) > 0).tolist()
+    by_work: dict[tuple[CollectiveKind, int, tuple[LibraryCall, ...]], list[float]] = defaultdict(list)
     for i, first, seconds, waits in zip(found, before, in_step, awaited, strict=True):
         work = walked[i].work
-        if waits and before.count(first) == 1 and isinstance(work, Collective) and work.kind in collectives.KINDS:
+        if (
+            waits
+            and (own or before.count(first) == 1)
+            and isinstance(work, Collective)
+            and work.kind in collectives.KINDS
+        ):
             by_work[work.kind, work.bytes, work.calls].append(seconds)
     group = ranks.group(ranks.world)
     for (kind, size, calls), seconds_of in sorted(by_work.items()):
-        call = collectives.call_of(kind, ranks, ranks.world, size // calls, group)
-        together = [collectives.time_calls(ranks, call, group, SECONDS).seconds for _ in range(ROUNDS)]
-        handed = [each for _ in range(ROUNDS) for each in collectives.handed_calls(ranks, call, group, SECONDS)]
-        low = {"back to back": np.quantile(together, LOW), "as calibrated": np.quantile(handed, LOW)}
-        low = {way: calls * each for way, each in low.items()}
+        low: dict[str, float] = defaultdict(float)
+        for each, bytes_ in calls or ((kind, size),):
+            call = collectives.call_of(each, ranks, ranks.world, bytes_, group)
+            together = [collectives.time_calls(ranks, call, group, SECONDS).seconds for _ in range(ROUNDS)]
+            low["back to back"] += float(np.quantile(together, LOW))
+            low["as calibrated"] += _handed_s(ranks, call, group)
+        if calls:
+            whole = collectives.call_of(kind, ranks, ranks.world, size, group)
+            low["as one call"] = _handed_s(ranks, whole, group)
         step_s = float(np.mean(seconds_of))
         text = "  ".join(f"{way} {each * 1e6:5.0f} us ({each / step_s:.2f})" for way, each in low.items())
         if ranks.first:
-            name = f"{kind:15} {size:8,} B in {calls} calls x {len(seconds_of):2}"
+            name = f"{kind:15} {size:8,} B in {len(calls) or 1} calls x {len(seconds_of):2}"
             sys.stdout.write(f"{name}: {step_s * 1e6:5.0f} us in a step  {text}\n")
     dist.destroy_process_group()
+
+
+def _handed_s(ranks: Ranks, call: Callable[[], None], group: dist.ProcessGroup) -> float:
+    """Return the seconds of a call as calibration times it."""
+    handed = [each for _ in range(ROUNDS) for each in collectives.handed_calls(ranks, call, group, SECONDS)]
+    return float(np.quantile(handed, LOW))
 
 
 if __name__ == "__main__":

@@ -109,7 +109,8 @@ class CollectiveTimes:
     def seconds(self, work: Collective, outside: set[str]) -> float:
         """Return the seconds that the collective takes on every rank of its group; each call starts anew."""
         placement = place(work.group, work.ranks, self._layout, self._devices_per_node)
-        return work.calls * self._time(work.kind, work.bytes // work.calls, placement, outside)
+        calls = work.calls or ((work.kind, work.bytes),)
+        return sum(self._time(kind, size, placement, outside) for kind, size in calls)
 
     def exchange_seconds(self, work: Exchange, outside: set[str]) -> float:
         """Return the seconds of one hop of a ring exchange; the slowest rank sets the pace."""

@@ -42,16 +42,18 @@ pass scales clipped gradients, and one copies the fp32 parameters to the paramet
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Literal
 
+from memo_sim.contract.hardware import CollectiveKind
 from memo_sim.contract.knobs import DtypeName
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Families, Family, Lane, Template
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
-from memo_sim.program.ir.work import FRESH, Collective, Copy, Group, HostUpdate, Rowwise
+from memo_sim.program.ir.work import FRESH, Collective, Copy, Group, HostUpdate, LibraryCall, Rowwise
 from memo_sim.program.layout import fp8
 from memo_sim.program.layout.fp8 import ACTIVATIONS, copied_elements, largest_values, weight_copies, weights
 from memo_sim.program.layout.parameters import (
@@ -83,6 +85,12 @@ from memo_sim.program.operators.fp8_operands import (
 )
 from memo_sim.program.operators.framework_kernels import library_of
 from memo_sim.program.operators.workspaces import adamw_workspace_bytes
+
+SHARE_BY_SHARE: dict[Literal["reduce_scatter", "all_gather"], CollectiveKind] = {
+    "reduce_scatter": "reduce",
+    "all_gather": "broadcast",
+}
+"""What moves a single rank's share, of each collective that moves all of them in one call if they are equal."""
 
 
 @dataclass(frozen=True)
@@ -258,6 +266,35 @@ class Optimizer:
         """Return (name, first element, elements of this rank's shard) of the block's runs that are trained."""
         runs = fp8.runs(self.decisions, self.block)
         return [(name, at, -(-length // self.shards)) for name, at, length in runs if name != FROZEN]
+
+    @property
+    def trained_runs(self) -> list[str]:
+        """The names of the block's runs that are trained."""
+        return [name for name, _, _ in self.runs()]
+
+    def calls_by_run(
+        self, kind: Literal["reduce_scatter", "all_gather"], element_bytes: int, names: Container[str]
+    ) -> tuple[LibraryCall, ...]:
+        """Return the calls of a collective over the ``shard_group`` that is made run by run.
+
+        A run that does not divide into equal shares takes one call for each rank's share
+        (``memo_exec/kernels/collective.py``).
+        """
+        calls: list[LibraryCall] = []
+        for name, _, length in fp8.runs(self.decisions, self.block):
+            if name not in names:
+                continue
+            if length % self.shards == 0:
+                calls.append((kind, element_bytes * length))
+                continue
+            share, each = -(-length // self.shards), SHARE_BY_SHARE[kind]
+            calls += [(each, element_bytes * min(share, length - first)) for first in range(0, length, share)]
+        return self._one_or_several(kind, calls)
+
+    def _one_or_several(self, kind: CollectiveKind, calls: list[LibraryCall]) -> tuple[LibraryCall, ...]:
+        """Return the calls; none where one moves all bytes: of one run, or of a framework's flat buffer."""
+        one = self.decisions.memory_policy == "eager" or [each for each, _ in calls] == [kind]
+        return () if one else tuple(calls)
 
     def state_elements(self) -> int:
         """Return the number of elements of the block that this rank updates."""
@@ -436,7 +473,8 @@ class Optimizer:
             if self.flattened:
                 self._flatten(builder, families)
             slot, size = ("flat", DTYPE_BYTES[self.reduce_dtype]) if self.flattened else ("grads", self._grad_bytes)
-            work = Collective(kind, size * self.block.trained_elements, ranks, group)
+            calls = self.calls_by_run(kind, size, self.trained_runs) if kind == "reduce_scatter" else ()
+            work = Collective(kind, size * self.block.trained_elements, ranks, group, calls=calls)
             whole = accumulates(builder.all(slot))
             builder.emit("grads", f"grads.{kind}", COLLECTIVE_LANES[group], work, tensor=whole)
             if self.shards > 1 and self.copies > 1 and not self.shared("grads"):
@@ -477,7 +515,9 @@ class Optimizer:
 
     def _reduce_shards(self, builder: TemplateBuilder) -> None:
         group: Group = EXPERT_REPLICATE if self.kind is BlockKind.EXPERTS else REPLICATE
-        work = Collective("all_reduce", self._grad_bytes * self.state_elements(), self.copies, group)
+        size = self._grad_bytes
+        calls = self._one_or_several("all_reduce", [("all_reduce", size * length) for _, _, length in self.runs()])
+        work = Collective("all_reduce", size * self.state_elements(), self.copies, group, calls=calls)
         tensors, offset = {}, 0
         for name, first, length in self.runs():
             tensors[f"tensor.{name}"] = accumulates(self._held("grads", first, offset, length))
@@ -571,8 +611,11 @@ class Optimizer:
         }
         for name, whole in ((name, whole) for name, whole in wholes.items() if whole.tokens):
             scales = self.scales_of_gathered(builder) if name == in_fp8 else {}
-            size = whole.tokens * DTYPE_BYTES[builder.dtype(whole.slot)]
-            work = Collective("all_gather", size, self.shards, self.shard_group)
+            size = DTYPE_BYTES[builder.dtype(whole.slot)]
+            narrow = name == in_fp8
+            names = [each for each in self.trained_runs if (each == fp8.NARROW) == narrow]
+            calls = self.calls_by_run("all_gather", size, names)
+            work = Collective("all_gather", whole.tokens * size, self.shards, self.shard_group, calls=calls)
             lane = COLLECTIVE_LANES[self.shard_group]
             builder.emit(name, "params.all_gather", lane, work, tensor=accumulates(whole), **scales)
 

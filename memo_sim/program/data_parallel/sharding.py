@@ -59,7 +59,8 @@ from memo_sim.program.ir.builder import Rows, TemplateBuilder, accumulates, read
 from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Families, Family, Lane, Template
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.work import Collective, Rowwise
-from memo_sim.program.layout.fp8 import ACTIVATIONS, copied_elements
+from memo_sim.program.layout.fp8 import ACTIVATIONS, NARROW, copied_elements
+from memo_sim.program.layout.parameters import FROZEN
 from memo_sim.program.layout.stage import Stage
 from memo_sim.program.layout.stage_layers import layers_by_kind
 from memo_sim.program.layout.swap_schedule import LayerPass
@@ -243,14 +244,15 @@ class Sharding:
                 builder.bind(families[f"{FamilyKind.LARGEST}.{kind}"], slot=str(FamilyKind.LARGEST))
         for name, (held, whole) in gathered.items():
             rows = builder.all(whole)
-            scales = optimizer.scales_of_gathered(builder) if name.startswith("fp8.") else {}
+            narrow, size = name.startswith("fp8."), builder.row_bytes(whole)
+            scales = optimizer.scales_of_gathered(builder) if narrow else {}
+            names = [each for each in (*optimizer.trained_runs, FROZEN) if (each == NARROW) == narrow]
+            calls = optimizer.calls_by_run("all_gather", size, names)
             builder.emit(
                 name,
                 "params.all_gather",
                 COLLECTIVE_LANES[optimizer.shard_group],
-                Collective(
-                    "all_gather", rows.tokens * builder.row_bytes(whole), optimizer.shards, optimizer.shard_group
-                ),
+                Collective("all_gather", rows.tokens * size, optimizer.shards, optimizer.shard_group, calls=calls),
                 shard=reads(builder.all(held)),
                 full=writes(rows),
                 **scales,

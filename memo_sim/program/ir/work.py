@@ -325,6 +325,10 @@ class Copy:
     direction: Literal["d2h", "h2d"]
 
 
+LibraryCall = tuple[CollectiveKind, int]
+"""What a library does in one call, and the bytes of the whole tensor."""
+
+
 @dataclass(frozen=True, slots=True)
 class Collective:
     """A collective over ``ranks`` ranks; ``bytes`` is the size of the whole tensor: gathered, or before reduction."""
@@ -335,8 +339,10 @@ class Collective:
     group: Group
     root: int = field(default=0, repr=False)
     """Coordinate of the rank that broadcasts or gets the sum; the instruction's name contains it too."""
-    calls: int = field(default=1, repr=False)
-    """Calls of the library that move the bytes, one after the other; the op tells it, so the hash leaves it out."""
+    calls: tuple[LibraryCall, ...] = field(default=(), repr=False)
+    """The calls of the library that move the bytes, one after the other; empty: one call moves all of them.
+
+    The op and the block's parameters tell them, so the hash leaves them out."""
 
 
 @dataclass(frozen=True, slots=True)

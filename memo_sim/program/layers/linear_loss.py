@@ -35,7 +35,7 @@ from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulat
 from memo_sim.program.ir.instruction import BufferClass, Lane
 from memo_sim.program.ir.kinds import Phase
 from memo_sim.program.ir.work import Collective, LinearLoss, Rowwise, TileGemm
-from memo_sim.program.layers.loss import FP32_BYTES, ROLLOUT, STATISTICS, STATISTICS_CALLS
+from memo_sim.program.layers.loss import FP32_BYTES, ROLLOUT, STATISTICS, statistics_calls
 from memo_sim.program.layout.parameters import gradient_dtype
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.operators import workspaces as table
@@ -127,7 +127,7 @@ class LinearClassifier:
         )
         if shape.tp > 1:
             size = FP32_BYTES * STATISTICS * tokens
-            combined = Collective("all_reduce", size, shape.tp, "tp", calls=STATISTICS_CALLS)
+            combined = Collective("all_reduce", size, shape.tp, "tp", calls=statistics_calls(tokens))
             builder.emit(f"loss.reduce{suffix}", "loss.all_reduce", Lane.TP, combined, tensor=accumulates(stats))
         numbers = FP32_BYTES * STATISTICS * tokens
         builder.emit(

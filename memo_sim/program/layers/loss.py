@@ -48,7 +48,7 @@ from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Families, Family, Lane, Template
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
-from memo_sim.program.ir.work import Collective, Rowwise
+from memo_sim.program.ir.work import Collective, LibraryCall, Rowwise
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.operators import workspaces as table
 from memo_sim.program.operators.framework_kernels import library_of
@@ -61,8 +61,6 @@ METRICS = 2
 """fp32 numbers of a chunk: correct tokens, and the sum of entropies."""
 STATISTICS = 3
 """fp32 numbers of a token that ranks combine: maximum, sum of exponentials and the target's logit."""
-STATISTICS_CALLS = 2
-"""Calls that combine them: the largest maximum, then sums relative to it (``memo_exec/kernels/collective.py``)."""
 AUTOGRAD: tuple[Loss, ...] = ("eager-fp32", "checkpointed", "checkpointed-fp32")
 """Forms that torch's operators and their autograd compute, in fp32."""
 SOFTMAX_READS, SOFTMAX_BACKWARD_READS = 3, 3
@@ -366,9 +364,17 @@ class LossWriter:
         """Write the all-reduce of ``numbers`` fp32 numbers a token over the tensor-parallel ranks, if several."""
         if self.shape.tp == 1:
             return
-        calls = STATISTICS_CALLS if op == "loss.all_reduce" else 1
+        calls = statistics_calls(stats.tokens) if op == "loss.all_reduce" else ()
         work = Collective("all_reduce", FP32_BYTES * numbers * stats.tokens, self.shape.tp, "tp", calls=calls)
         self.builder.emit(name, op, Lane.TP, work, tensor=accumulates(stats))
+
+
+def statistics_calls(tokens: int) -> tuple[LibraryCall, ...]:
+    """Return the calls that combine statistics: the largest maximum, then two sums relative to it.
+
+    So does ``loss_all_reduce`` in ``memo_exec/kernels/collective.py``.
+    """
+    return ("all_reduce", FP32_BYTES * tokens), ("all_reduce", FP32_BYTES * (STATISTICS - 1) * tokens)
 
 
 def kept_logits(decisions: Decisions, shape: Shape, micro_batches: int) -> list[Family]:

@@ -12,7 +12,7 @@ from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.costs.pricing import Pricer
 from memo_sim.costs.rowwise import RowwiseRates
 from memo_sim.program.ir.instruction import Lane
-from memo_sim.program.ir.work import Attention, Collective, Copy, Gemm, HostUpdate, Rowwise, Work
+from memo_sim.program.ir.work import Attention, Collective, Copy, Gemm, HostUpdate, LibraryCall, Rowwise, Work
 from memo_sim.program.lower import lower
 from memo_sim.validation.cases import list_case_files, load_cases
 
@@ -185,13 +185,41 @@ def test_a_published_layer() -> None:
 
 def test_each_call_of_a_collective_starts_anew() -> None:
     layout = Layout(tp=8, sequence_parallel=True)
-    once, half = (Collective("all_reduce", size, 8, "tp") for size in (2**16, 2**15))
-    twice = Collective("all_reduce", 2**16, 8, "tp", calls=2)
+    once, small, rest = (Collective("all_reduce", size, 8, "tp") for size in (2**16, 2**14, 2**16 - 2**14))
+    calls: tuple[LibraryCall, ...] = ("all_reduce", small.bytes), ("all_reduce", rest.bytes)
+    twice = Collective("all_reduce", 2**16, 8, "tp", calls=calls)
     prices = pricer(layout=layout)
-    assert prices.seconds(twice) == 2 * prices.seconds(half) > prices.seconds(once)
+    assert prices.seconds(twice) == prices.seconds(small) + prices.seconds(rest) > prices.seconds(once)
     assert repr(twice) == repr(once)  # the op says how many calls there are, so hashes of programs stay
-    model = load_model("gpt-7b")
-    plan = Decisions(model=model, layout=layout, seq_tokens=4096)
-    walked = [each for _, each in lower(plan)[0].walk()]
-    several = {each.op for each in walked if isinstance(each.work, Collective) and each.work.calls > 1}
-    assert several == {"loss.all_reduce"}
+    assert calls_of(Decisions(model=load_model("gpt-7b"), layout=layout, seq_tokens=4096)) == {
+        "loss.all_reduce": ["all_reduce"] * 2
+    }
+
+
+def calls_of(decisions: Decisions) -> dict[str, list[str]]:
+    """Return the kinds of the calls of each op that makes several, which move all its bytes together."""
+    found: dict[str, list[str]] = {}
+    for _, each in lower(decisions)[0].walk():
+        if isinstance(each.work, Collective) and each.work.calls:
+            assert sum(size for _, size in each.work.calls) == each.work.bytes
+            found[each.op] = [kind for kind, _ in each.work.calls]
+    return found
+
+
+def test_a_block_is_reduced_and_gathered_run_by_run() -> None:
+    """Matrices and vectors are apart, because weight decay applies to matrices alone."""
+    plan = Decisions(model=load_model("gpt-7b"), layout=Layout(dp=8, zero=1), seq_tokens=4096, global_batch=8)
+    scatters, gathers = ["reduce_scatter"] * 2, ["all_gather"] * 2
+    assert calls_of(plan) == {"grads.reduce_scatter": scatters, "params.all_gather": gathers}
+    sharded = replace(plan, layout=Layout(dp=8, zero=3))
+    assert calls_of(sharded) == {"grads.reduce_scatter": scatters, "params.all_gather": gathers}
+    groups = calls_of(replace(plan, layout=Layout(dp=8, zero=3, zero_ranks=4)))
+    assert groups["shards.all_reduce"] == ["all_reduce"] * 2
+    assert not calls_of(replace(plan, memory_policy="eager"))  # frameworks have one flat buffer
+
+
+def test_uneven_shares_take_a_call_for_each_rank() -> None:
+    model = replace(load_model("gpt-tiny"), layers=1)
+    found = calls_of(Decisions(model=model, layout=Layout(dp=7, zero=1), seq_tokens=256, global_batch=7))
+    assert set(found["grads.reduce_scatter"]) == {"reduce"}
+    assert set(found["params.all_gather"]) == {"broadcast"}
