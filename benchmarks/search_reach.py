@@ -35,6 +35,7 @@ from pathlib import Path
 from memo_sim.answers.what_if import exact_ranks
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.cycles import look_seldom
+from memo_sim.contract.errors import Infeasible
 from memo_sim.planning.outcome import SearchResult
 from memo_sim.planning.processes import command_processes
 from memo_sim.planning.question import Question
@@ -165,7 +166,10 @@ def _whole_command(name: str, jobs: int, runs: int, *, without_numba: bool) -> T
     wall_s, cpu_s = list[float](), list[float]()
     for _ in range(runs):
         wall, cpu = time.perf_counter(), _cpu_s()
-        subprocess.run([sys.executable, "-c", code, *map(str, words)], stdout=subprocess.DEVNULL, check=True)
+        command = [sys.executable, "-c", code, *map(str, words)]
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+        if done.returncode not in {0, Infeasible.exit_code}:  # where no plan fits, that is the answer
+            raise subprocess.CalledProcessError(done.returncode, command, stderr=done.stderr)
         wall_s.append(time.perf_counter() - wall)
         cpu_s.append(_cpu_s() - cpu)
     took = Took(statistics.median(wall_s), statistics.median(cpu_s))
