@@ -52,7 +52,8 @@ def with_larger_micro_batches(question: Question, found: SearchResult) -> Search
         chosen = {layout: policy for layout, policy in quickest.items() if _can_play(question, layout, size)}
         if chosen:
             results[size] = search_beside(replace(question, micro_batch=size), best, chosen, found)
-            best = results[size].best or best
+            played = results[size].best  # which may be slower than its bound said
+            best = best if played is None else min(best, played, key=lambda e: e.rank_key)
     if best is not found.best:
         size, layout = best.decisions.micro_batch, best.decisions.layout
         asked = replace(question, micro_batch=size)

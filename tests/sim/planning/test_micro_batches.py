@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from memo_sim.answers.left_out import left_out
 from memo_sim.answers.named_values import question_of
+from memo_sim.planning import micro_batches
 from memo_sim.planning.micro_batches import MOST_SEQUENCE_TOKENS, are_searched, with_larger_micro_batches
+from memo_sim.planning.outcome import Evaluated, SearchResult
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import search
 
@@ -37,6 +40,24 @@ def test_the_best_micro_batch_is_found(asked: dict[str, object]) -> None:
     assert found.evaluated == len(found.ranked) == len({one.decisions for one in found.ranked})
     of_best = {one.policy for one in found.ranked if one.decisions.micro_batch == quickest[1]}
     assert len(of_best) > 2, "the explanation knows the other policies"
+
+
+def test_a_larger_one_that_is_played_and_slower_is_not_explained(
+    question: Question, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, limits = search(question), []
+    assert found.best is not None
+
+    def slower(asked: Question, best: Evaluated, *_: object, siblings: bool = False) -> SearchResult:
+        limits.append((best, siblings))
+        prediction = msgspec.structs.replace(best.prediction, step_s=2 * (best.prediction.step_s or 0.0))
+        decisions = msgspec.structs.replace(best.decisions, micro_batch=asked.micro_batch)
+        return SearchResult([replace(best, decisions=decisions, prediction=prediction)], 1, 0)
+
+    monkeypatch.setattr(micro_batches, "search_beside", slower)
+    larger = with_larger_micro_batches(question, found)
+    assert larger.best is found.best
+    assert limits == [(found.best, False)] * 3
 
 
 @pytest.mark.parametrize("cp", [1, 2])
