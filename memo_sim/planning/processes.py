@@ -42,7 +42,7 @@ from memo_sim.contract.errors import CannotRun, UsageError
 MOST_JOBS = 64
 """Largest number of processes of one search."""
 MOST_UNASKED = 4
-"""Largest number of processes of a search whose number nobody has chosen."""
+"""Largest number of processes of a search that was given none."""
 
 Task = Callable[..., Iterator[object]]
 """A function of a module. Its first argument is a dictionary that a process keeps from one task to the next."""
