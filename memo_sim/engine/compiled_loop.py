@@ -64,7 +64,7 @@ def run_compiled(segments: Segments, work: Floats, rates_of: UsedRates, groups: 
             break
         if known == len(rows):
             rows = np.concatenate([rows, np.ones_like(rows)])
-        rows[known] = rates_of(int(busy_lanes))[1]
+        rows[known] = rates_of(int(busy_lanes))
         row_of[busy_lanes] = known
         known += 1
     return Clock(start, end, heads, points[:count], by_simpy=False)
