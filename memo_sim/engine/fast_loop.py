@@ -39,9 +39,9 @@ class FastLoop:
 
 
 def _compiled() -> Loop:
-    from memo_sim.engine.compiled_loop import run_compiled
+    from memo_sim.engine.compiled_loop import CompiledLoop
 
-    return run_compiled
+    return CompiledLoop()
 
 
 run_fast = FastLoop()

@@ -16,7 +16,7 @@ import pytest
 from memo_sim.contract import codec
 from memo_sim.contract.errors import MemoError
 from memo_sim.contract.plan import Layout, Plan
-from memo_sim.engine import event_loop, fast_loop
+from memo_sim.engine import compiled_loop, event_loop, fast_loop, native
 from memo_sim.engine.event_loop import Clock, Groups, UsedRates
 from memo_sim.engine.fast_loop import FastLoop
 from memo_sim.engine.player import Loop, Part, play_stages
@@ -41,9 +41,7 @@ PIPELINED = decide(GPT, Layout(pp=2, tp=2, schedule="zero-bubble"), global_batch
 @pytest.fixture(scope="module")
 def compiled() -> Loop:
     pytest.importorskip("numba")
-    from memo_sim.engine.compiled_loop import run_compiled
-
-    return run_compiled
+    return compiled_loop.CompiledLoop()
 
 
 def in_order(points: np.ndarray) -> np.ndarray:
@@ -81,6 +79,21 @@ def test_both_loops_give_the_same_for_every_recorded_program(every: int, compile
         programs = lower(decisions, micro_batches=entry.get("micro_batches"), cp_rank=entry.get("cp_rank"))
         if sum(program.instruction_count for program in programs) <= MOST_INSTRUCTIONS:
             hold_programs(programs, compiled, contended if number % 2 else alone, seed=number)
+
+
+def test_more_room_for_points_is_found_at_any_time(compiled: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_loop, "ROOM", 0)
+    found, called = list[int](), native.Bound.__call__
+
+    def noted(bound: native.Bound) -> int:
+        found.append(called(bound))
+        return found[-1]
+
+    monkeypatch.setattr(native.Bound, "__call__", noted)
+    for plan in (PIPELINED, decide(GPT, Layout(tp=2, cp=2), global_batch=4)):
+        found.clear()
+        hold_programs(lower(plan), compiled, contended, seed=1)
+        assert found.count(compiled_loop.FULL) > 3
 
 
 def test_both_loops_stop_at_the_same_cycle(compiled: Loop) -> None:
@@ -151,7 +164,6 @@ def test_without_numba_simpy_plays_and_a_debug_line_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
-    monkeypatch.delitem(sys.modules, "memo_sim.engine.compiled_loop", raising=False)
     with caplog.at_level(logging.DEBUG, logger="memo_sim"):
         assert plays(FastLoop(first=1), 2) == [False, False]
     assert len(caplog.messages) == 1
@@ -161,8 +173,9 @@ def test_without_numba_simpy_plays_and_a_debug_line_says_so(
 def test_where_no_folder_for_the_cache_can_be_written_simpy_plays(compiled: Loop) -> None:
     code = (
         "import logging; logging.basicConfig(level='DEBUG')\n"
-        "from numba.core import caching\n"
-        "caching.CacheImpl._locator_classes = []\n"  # as where none of its folders can be written
+        "from memo_sim.engine import native\n"
+        "native.cache_from_source = lambda source: '/proc/none/none'\n"  # as where neither folder can be written
+        "native._user_folder = lambda: native.Path('/proc/none')\n"
         "from memo_sim.engine.fast_loop import FastLoop\n"
         "loop = FastLoop()\nloop.beside(compiled=True)\nprint(loop.compiled)"
     )
