@@ -12,6 +12,7 @@ import numpy as np
 
 from memo_sim.engine.event_loop import IDLE, Clock, Groups, UsedRates
 from memo_sim.engine.native import Native, Source
+from memo_sim.engine.native_loop import advance
 from memo_sim.engine.playback import Floats
 from memo_sim.engine.segments import Segments
 from memo_sim.program.analysis.columns import NUMBER
@@ -24,8 +25,7 @@ ROOM = 2
 written is not used."""
 
 SOURCE = Source(
-    "memo_sim.engine.native_loop",
-    "advance",
+    advance,
     (
         *("int64", "int64", "int64"),
         *("int64*", "int32*", "int32*", "int32*", "uint8*", "float64*"),  # the segments and their work
@@ -64,10 +64,10 @@ class CompiledLoop:
         continued = int(several.sum())
         """Most points that the loop writes where it cannot stop: one for each segment with which a lane continues."""
         points = np.empty(((1 + ROOM) * continued + 1, 4))
-        advance = None
+        call = None
         while stages:
-            if advance is None:
-                advance = self._advance.bound(
+            if call is None:
+                call = self._advance.bound(
                     *(stages, own, len(points) - continued),
                     *(bounds, segments.targets, segments.target_bounds, lane_of, several.view(np.uint8), work),
                     *(groups.of, groups.bounds, groups.members),
@@ -76,16 +76,16 @@ class CompiledLoop:
                     *(soonest, busy, beside, arrived, changed, clock, reached),
                     *(points, count),
                 )
-            found = advance()
+            found = call()
             if found == ENDED:
                 break
             if found == FULL:
                 points = np.concatenate([points[: count[0]], np.empty_like(points)])
-                advance = None
+                call = None
                 continue
             if known == len(rows):
                 rows = np.concatenate([rows, np.ones_like(rows)])
-                advance = None
+                call = None
             rows[known] = rates_of(found)[1]
             row_of[found] = known
             known += 1

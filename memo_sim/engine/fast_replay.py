@@ -39,9 +39,9 @@ class Replaying(Protocol):
 
 
 def _compiled() -> Replaying:
-    from memo_sim.engine.compiled_replay import replay_compiled
+    from memo_sim.engine.compiled_replay import CompiledReplay
 
-    return replay_compiled
+    return CompiledReplay()
 
 
 class FastReplay:

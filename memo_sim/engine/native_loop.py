@@ -1,15 +1,11 @@
 """The loop of ``event_loop.py`` compiled by numba: the same operations on the same numbers in the same order.
 
-Only ``native.py`` imports it, and only where no object code of it is kept. So it imports nothing of memo, allocates
-nothing and raises nothing: its code needs neither Python nor numba's runtime. Its arguments are addresses of arrays.
+It allocates nothing and raises nothing, so that its code needs neither Python nor numba's runtime (``native.py``).
 """
 
 from __future__ import annotations
 
-from numba import njit
 
-
-@njit(error_model="numpy")
 def _note(points, count, segment, now, rest, speed):
     """Write one more row of ``points``, of four numbers."""
     at = 4 * count[0]
@@ -20,7 +16,6 @@ def _note(points, count, segment, now, rest, speed):
     count[0] += 1
 
 
-@njit(error_model="numpy")
 def _first(finish, soonest, stages, stage, own):
     """Return the stage that ends a segment first, the lowest of several, after the lanes of ``stage`` have changed."""
     least = finish[stage * own]

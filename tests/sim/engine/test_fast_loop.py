@@ -174,8 +174,7 @@ def test_where_no_folder_for_the_cache_can_be_written_simpy_plays(compiled: Loop
     code = (
         "import logging; logging.basicConfig(level='DEBUG')\n"
         "from memo_sim.engine import native\n"
-        "native.cache_from_source = lambda source: '/proc/none/none'\n"  # as where neither folder can be written
-        "native._user_folder = lambda: native.Path('/proc/none')\n"
+        "native._folders = lambda source: [native.Path('/proc/none')]\n"  # as where none can be written
         "from memo_sim.engine.fast_loop import FastLoop\n"
         "loop = FastLoop()\nloop.beside(compiled=True)\nprint(loop.compiled)"
     )

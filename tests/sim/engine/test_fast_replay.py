@@ -25,9 +25,9 @@ SIZES = (0, 100, 5000, MIB // 2, MIB, MIB + 1, 3 * MIB, 9 * MIB, 10 * MIB, 33 * 
 @pytest.fixture(scope="module")
 def compiled() -> Replaying:
     pytest.importorskip("numba")
-    from memo_sim.engine.compiled_replay import replay_compiled
+    from memo_sim.engine.compiled_replay import CompiledReplay
 
-    return replay_compiled
+    return CompiledReplay()
 
 
 def some_requests(seed: random.Random, instants: int) -> Requests:
@@ -122,5 +122,4 @@ def test_numba_is_imported_when_enough_was_replayed() -> None:
 
 def test_without_numba_python_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
-    monkeypatch.delitem(sys.modules, "memo_sim.engine.compiled_replay", raising=False)
     assert replays(FastReplay(first=1), 2) == [False, False]
