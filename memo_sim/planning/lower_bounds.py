@@ -119,8 +119,6 @@ class LowerBounds:
         """The compute lane's part of passes, by ``of_one_pass`` and what else of the layout it depends on."""
         self._known_parts: Recent[tuple[Decisions, bool], _Parts] = Recent(MOST_PARTS)
         """By plan, and whether with lanes beside compute."""
-        self._not_repeated: set[Decisions] = set()
-        """Plans of which an alpha's layers were not seen to repeat; others of their alphas are not lowered for that."""
         self._hardware = hardware
         rates = NodeRates(hardware, cluster)
         beside = {"copy_s": Lane.D2H, "collective_s": Lane.TP, "p2p_s": Lane.P2P}
@@ -365,16 +363,14 @@ class LowerBounds:
         """Return the bytes of one rank's states in host memory."""
         return self._states(decisions)[1]
 
-    def reach(self, decisions: Decisions, limit_s: float, *, base: Decisions) -> bool:
-        """Return whether the plan, an alpha of ``base``, is known not to fit, or to take at least ``limit_s``."""
+    def of_few_layers(self, decisions: Decisions) -> float | None:
+        """Return the step seconds of a plan if it fits, but for ``ROUNDING``; None where few layers do not tell."""
+        return step_s_of_few_layers(decisions, self._hardware, self._cluster)
+
+    def reach(self, decisions: Decisions, limit_s: float) -> bool:
+        """Return whether the plan is known not to fit, or to take at least ``limit_s``."""
         if self.lack_host(decisions):
             return True
-        if limit_s < inf and base not in self._not_repeated:
-            repeated_s = step_s_of_few_layers(decisions, self._hardware, self._cluster)
-            if repeated_s is None:
-                self._not_repeated.add(base)
-            elif repeated_s * (1 - ROUNDING) >= limit_s:
-                return True
         bound = self.of(decisions)
         if bound.step_s >= limit_s or self.shortfall_bytes(bound) > 0:
             return True
