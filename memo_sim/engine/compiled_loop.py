@@ -41,9 +41,9 @@ SOURCE = Source(
 class CompiledLoop:
     """A ``player.Loop`` that gives what ``event_loop.run`` gives, to the last bit."""
 
-    def __init__(self) -> None:
-        """Load the loop, or compile it; raises what ``Native`` raises."""
-        self._advance = Native(SOURCE)
+    def __init__(self, *, compiles: bool = True) -> None:
+        """Load the loop; ``compiles``: compile it where no file holds it. Raises what ``Native`` raises."""
+        self._advance = Native(SOURCE, compiles=compiles)
 
     def __call__(self, segments: Segments, work: Floats, rates_of: UsedRates, groups: Groups) -> Clock:
         """Play the segments."""

@@ -141,9 +141,9 @@ class _Waits:
 class CompiledReplay:
     """A ``fast_replay.Replaying`` that gives what ``memory.replay.replay`` gives."""
 
-    def __init__(self) -> None:
-        """Load the allocator, or compile it; raises what ``Native`` raises."""
-        self._serve = Native(SOURCE)
+    def __init__(self, *, compiles: bool = True) -> None:
+        """Load the allocator; ``compiles``: compile it where no file holds it. Raises what ``Native`` raises."""
+        self._serve = Native(SOURCE, compiles=compiles)
 
     def __call__(
         self,

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -144,7 +145,7 @@ def test_a_loop_that_differs_is_not_shown() -> None:
 
 
 def plays(loop: FastLoop, times: int) -> list[bool]:
-    """Return whether numba was imported after each of several plays of six segments."""
+    """Return whether the compiled loop was loaded after each of several plays of six segments."""
     found = []
     for _ in range(times):
         hold_programs(lower(decide(GPT)), loop, alone, seed=1)
@@ -152,19 +153,33 @@ def plays(loop: FastLoop, times: int) -> list[bool]:
     return found
 
 
-def test_numba_is_imported_when_enough_was_played(compiled: Loop) -> None:
-    segments = []
+@pytest.fixture(scope="module")
+def segments() -> int:
+    """The segments of one play by ``plays``."""
+    found = []
 
     def counted(*asked: Any) -> Clock:
-        segments.append(len(asked[1]))
+        found.append(len(asked[1]))
         return event_loop.run(*asked)
 
     hold_programs(lower(decide(GPT)), counted, alone, seed=1)
-    assert plays(FastLoop(first=2 * segments[0]), 3) == [False, True, True]
+    return found[0]
+
+
+def test_the_loop_is_loaded_soon_where_it_is_compiled_already(compiled: Loop, segments: int) -> None:
+    assert plays(FastLoop(soon=2 * segments), 3) == [False, True, True]
     assert plays(FastLoop(), 1) == [False]
 
 
-def test_numba_is_imported_for_a_single_long_play(compiled: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_else_it_is_compiled_when_enough_was_played(
+    compiled: Loop, segments: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "_folders", lambda _: [tmp_path])
+    assert plays(FastLoop(soon=1, first=3 * segments), 4) == [False, False, True, True]
+    assert plays(FastLoop(soon=1), 1) == [True]
+
+
+def test_the_loop_is_loaded_for_a_single_long_play(compiled: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast_loop, "LONG", 1)
     assert plays(FastLoop(), 1) == [True]
 
