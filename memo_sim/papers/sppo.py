@@ -518,7 +518,7 @@ def _kernel_efficiency(progress: Progress) -> Figure:
     for done, parts in enumerate(NUMBERS, start=1):
         layout = Layout(subsequences=parts, partition="length")
         decisions = Decisions(model=load_model("gpt-7b"), seq_tokens=LAYER_TOKENS, layout=layout)
-        forward_s[parts] = sum(part.forward_s for part in prices.parts(decisions))
+        forward_s[parts] = prices.forward_s(decisions)
         progress(done, len(NUMBERS))
     bubble_s = {parts: (STAGES - 1) * seconds / parts for parts, seconds in forward_s.items()}
     total_s = {parts: forward_s[parts] + bubble_s[parts] for parts in NUMBERS}

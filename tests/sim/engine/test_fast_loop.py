@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ import pytest
 from memo_sim.contract import codec
 from memo_sim.contract.errors import MemoError
 from memo_sim.contract.plan import Layout, Plan
-from memo_sim.engine import event_loop, fast_loop
+from memo_sim.engine import compiled_loop, event_loop, fast_loop, native
 from memo_sim.engine.event_loop import Clock, Groups, UsedRates
 from memo_sim.engine.fast_loop import FastLoop
 from memo_sim.engine.player import Loop, Part, play_stages
@@ -40,11 +41,8 @@ PIPELINED = decide(GPT, Layout(pp=2, tp=2, schedule="zero-bubble"), global_batch
 
 @pytest.fixture(scope="module")
 def compiled() -> Loop:
-    """Return numba's loop."""
     pytest.importorskip("numba")
-    from memo_sim.engine.compiled_loop import run_compiled
-
-    return run_compiled
+    return compiled_loop.CompiledLoop()
 
 
 def in_order(points: np.ndarray) -> np.ndarray:
@@ -93,6 +91,21 @@ def test_both_loops_give_the_same_for_every_recorded_program(every: int, fast: L
             hold_programs(programs, fast, contended if number % 2 else alone, seed=number)
 
 
+def test_more_room_for_points_is_found_at_any_time(compiled: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_loop, "ROOM", 0)
+    found, called = list[int](), native.Bound.__call__
+
+    def noted(bound: native.Bound) -> int:
+        found.append(called(bound))
+        return found[-1]
+
+    monkeypatch.setattr(native.Bound, "__call__", noted)
+    for plan in (PIPELINED, decide(GPT, Layout(tp=2, cp=2), global_batch=4)):
+        found.clear()
+        hold_programs(lower(plan), compiled, contended, seed=1)
+        assert found.count(compiled_loop.FULL) > 3
+
+
 def test_both_loops_stop_at_the_same_cycle(fast: Loop) -> None:
     columns = expand(lower(PIPELINED)[0])
     edges = derive_edges(columns)
@@ -132,7 +145,7 @@ def test_a_loop_that_differs_is_not_shown() -> None:
 
 
 def plays(loop: FastLoop, times: int) -> list[bool]:
-    """Return whether numba was imported after each of several plays of six segments."""
+    """Return whether the compiled loop was loaded after each of several plays of six segments."""
     found = []
     for _ in range(times):
         hold_programs(lower(decide(GPT)), loop, alone, seed=1)
@@ -140,19 +153,33 @@ def plays(loop: FastLoop, times: int) -> list[bool]:
     return found
 
 
-def test_numba_is_imported_when_enough_was_played(compiled: Loop) -> None:
-    segments = []
+@pytest.fixture(scope="module")
+def segments() -> int:
+    """The segments of one play by ``plays``."""
+    found = []
 
     def counted(*asked: Any) -> Clock:
-        segments.append(len(asked[1]))
+        found.append(len(asked[1]))
         return event_loop.run(*asked)
 
     hold_programs(lower(decide(GPT)), counted, alone, seed=1)
-    assert plays(FastLoop(first=2 * segments[0]), 3) == [False, True, True]
+    return found[0]
+
+
+def test_the_loop_is_loaded_soon_where_it_is_compiled_already(compiled: Loop, segments: int) -> None:
+    assert plays(FastLoop(soon=2 * segments), 3) == [False, True, True]
     assert plays(FastLoop(), 1) == [False]
 
 
-def test_numba_is_imported_for_a_single_long_play(compiled: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_else_it_is_compiled_when_enough_was_played(
+    compiled: Loop, segments: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "_folders", lambda _: [tmp_path])
+    assert plays(FastLoop(soon=1, first=3 * segments), 4) == [False, False, True, True]
+    assert plays(FastLoop(soon=1), 1) == [True]
+
+
+def test_the_loop_is_loaded_for_a_single_long_play(compiled: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast_loop, "LONG", 1)
     assert plays(FastLoop(), 1) == [True]
 
@@ -161,7 +188,6 @@ def test_without_numba_python_plays_and_a_debug_line_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
-    monkeypatch.delitem(sys.modules, "memo_sim.engine.compiled_loop", raising=False)
     with caplog.at_level(logging.DEBUG, logger="memo_sim"):
         assert plays(FastLoop(first=1), 2) == [False, False]
     assert len(caplog.messages) == 1
@@ -171,8 +197,8 @@ def test_without_numba_python_plays_and_a_debug_line_says_so(
 def test_where_no_folder_for_the_cache_can_be_written_python_plays(compiled: Loop) -> None:
     code = (
         "import logging; logging.basicConfig(level='DEBUG')\n"
-        "from numba.core import caching\n"
-        "caching.CacheImpl._locator_classes = []\n"  # as where none of its folders can be written
+        "from memo_sim.engine import native\n"
+        "native._folders = lambda source: [native.Path('/proc/none')]\n"  # as where none can be written
         "from memo_sim.engine.fast_loop import FastLoop\n"
         "loop = FastLoop()\nloop.beside(compiled=True)\nprint(loop.compiled)"
     )
