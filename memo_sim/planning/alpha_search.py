@@ -106,7 +106,7 @@ class _Scan:
 
     def device_refuses(self, step: int) -> bool:
         """Return whether the plan at a grid step needs more device memory than there is; it is not played for that."""
-        if step not in self._seen and self._bounds and self._bounds.lack_device(self.grid.at(step)):
+        if step not in self._seen and self._bounds and self._bounds.lack_device(self.grid.at(step), lowered=False):
             return True
         refusal = self.refusal(step)
         return refusal is not None and refusal.status == "gpu_oom"

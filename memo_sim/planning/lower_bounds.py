@@ -381,12 +381,16 @@ class LowerBounds:
             return True
         return self.of_one_stage(decisions, decisions, limit_s) >= limit_s
 
-    def lack_device(self, decisions: Decisions) -> bool:
-        """Return whether the plan is known to need more device memory than there is."""
+    def lack_device(self, decisions: Decisions, *, lowered: bool = True) -> bool:
+        """Return whether the plan is known to need more device memory than there is.
+
+        Without ``lowered``, few layers are not lowered for it: of a plan without stages, all cost no more.
+        """
         room = self.device_room_bytes
         if self.rough(decisions, keep=None).device_bytes > room:
             return True
-        return (self.of_fullest_stage(decisions) or self.of(decisions).device_bytes) > room
+        of_stage = self.of_fullest_stage(decisions)
+        return (of_stage or self.of(decisions).device_bytes if lowered else of_stage) > room
 
     def of_fullest_stage(self, decisions: Decisions) -> int:
         """Return a lower bound of a device's bytes, from stages that are likely to need most; 0 where there is none.
