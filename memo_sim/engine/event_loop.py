@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 import numpy as np
@@ -55,6 +55,11 @@ class Clock:
     points: Floats
     by_simpy: bool = True
     """Whether SimPy's loop made it."""
+
+    @property
+    def without_points(self) -> Clock:
+        """The same without the breakpoints."""
+        return replace(self, points=np.zeros((0, 4)))
 
 
 class UsedRates:
