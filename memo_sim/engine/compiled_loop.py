@@ -86,7 +86,7 @@ class CompiledLoop:
             if known == len(rows):
                 rows = np.concatenate([rows, np.ones_like(rows)])
                 call = None
-            rows[known] = rates_of(found)[1]
+            rows[known] = rates_of(found)
             row_of[found] = known
             known += 1
         return Clock(start, end, heads, points[: count[0]], by_simpy=False)

@@ -1,4 +1,4 @@
-"""The compiled loop gives what SimPy's gives, to the last bit; without numba, SimPy's loop plays everything."""
+"""The loops of a search give what SimPy's gives, to the last bit; without numba, Python plays without SimPy."""
 
 from __future__ import annotations
 
@@ -72,14 +72,23 @@ def hold_programs(programs: Sequence[Program], loop: Loop, rates: event_loop.Rat
     play_stages(parts, rates, all_rendezvous(programs), loop=held_equal(loop))
 
 
+@pytest.fixture(scope="module", params=["compiled", "without-simpy"])
+def fast(request: pytest.FixtureRequest) -> Loop:
+    """Return a loop of searches."""
+    if request.param == "without-simpy":
+        return event_loop.run_without_simpy
+    loop: Loop = request.getfixturevalue("compiled")
+    return loop
+
+
 @pytest.mark.parametrize("every", [100, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
-def test_both_loops_give_the_same_for_every_recorded_program(every: int, compiled: Loop) -> None:
+def test_both_loops_give_the_same_for_every_recorded_program(every: int, fast: Loop) -> None:
     for number, entry in enumerate(recorded(every)):
         document = {"schema": "memo.plan/1", "decisions": entry["decisions"]}
         decisions = codec.decode(msgspec.json.encode(document), Plan, where="recorded").decisions
         programs = lower(decisions, micro_batches=entry.get("micro_batches"), cp_rank=entry.get("cp_rank"))
         if sum(program.instruction_count for program in programs) <= MOST_INSTRUCTIONS:
-            hold_programs(programs, compiled, contended if number % 2 else alone, seed=number)
+            hold_programs(programs, fast, contended if number % 2 else alone, seed=number)
 
 
 def test_more_room_for_points_is_found_at_any_time(compiled: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,28 +106,28 @@ def test_more_room_for_points_is_found_at_any_time(compiled: Loop, monkeypatch: 
         assert found.count(compiled_loop.FULL) > 3
 
 
-def test_both_loops_stop_at_the_same_cycle(compiled: Loop) -> None:
+def test_both_loops_stop_at_the_same_cycle(fast: Loop) -> None:
     columns = expand(lower(PIPELINED)[0])
     edges = derive_edges(columns)
     turned = Edges(edges.consumer[-1:], edges.producer[-1:])
     both = Edges(np.r_[edges.producer, turned.producer], np.r_[edges.consumer, turned.consumer])
     part = Part(columns, both, lambda: np.ones(len(columns.lane)))
     messages = []
-    for loop in (event_loop.run, compiled):
+    for loop in (event_loop.run, fast):
         with refused(MemoError, what="wait for each other") as error:
             play_stages([part], alone, loop=loop)
         messages.append(str(error.value))
     assert messages[0] == messages[1]
 
 
-def test_what_a_search_played_is_shown_as_simpy_plays_it(compiled: Loop) -> None:
+def test_what_a_search_played_is_shown_as_simpy_plays_it(fast: Loop) -> None:
     def simulated(loop: Loop) -> Simulation:
         return simulate(PIPELINED, toy_hardware(), TOY_CLUSTER, pricer=ToyPrices(), rates=contended, loop=loop)
 
-    fast, slow = simulated(compiled), simulated(event_loop.run)
-    assert fast.prediction == slow.prediction
-    assert fast.shown() is fast
-    assert fast.trace() == slow.trace()
+    found, shown = simulated(fast), simulated(event_loop.run)
+    assert found.prediction == shown.prediction
+    assert found.shown() is found
+    assert found.trace() == shown.trace()
 
 
 def test_a_loop_that_differs_is_not_shown() -> None:
@@ -175,7 +184,7 @@ def test_the_loop_is_loaded_for_a_single_long_play(compiled: Loop, monkeypatch: 
     assert plays(FastLoop(), 1) == [True]
 
 
-def test_without_numba_simpy_plays_and_a_debug_line_says_so(
+def test_without_numba_python_plays_and_a_debug_line_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
@@ -185,7 +194,7 @@ def test_without_numba_simpy_plays_and_a_debug_line_says_so(
     assert "numba" in caplog.messages[0]
 
 
-def test_where_no_folder_for_the_cache_can_be_written_simpy_plays(compiled: Loop) -> None:
+def test_where_no_folder_for_the_cache_can_be_written_python_plays(compiled: Loop) -> None:
     code = (
         "import logging; logging.basicConfig(level='DEBUG')\n"
         "from memo_sim.engine import native\n"
@@ -195,4 +204,4 @@ def test_where_no_folder_for_the_cache_can_be_written_simpy_plays(compiled: Loop
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False"], done.stderr
-    assert "run is not compiled, because numba does not work" in done.stderr
+    assert "run_without_simpy is not compiled, because numba does not work" in done.stderr
