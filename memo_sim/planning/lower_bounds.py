@@ -382,17 +382,8 @@ class LowerBounds:
         bound = self.of(decisions)
         if bound.step_s >= limit_s or self.shortfall_bytes(bound) > 0:
             return True
-        return limit_s < inf and self._plays_reach(decisions, limit_s, base=base)
-
-    def _plays_reach(self, decisions: Decisions, limit_s: float, *, base: Decisions) -> bool:
-        """Return ``reach`` by plays that are shorter than that of the plan: of few layers, or of one stage."""
-        if base not in self._not_repeated:
-            repeated_s = step_s_of_few_layers(decisions, self._hardware, self._cluster)
-            if repeated_s is not None:
-                return repeated_s * (1 - ROUNDING) >= limit_s
-            self._not_repeated.add(base)
-        if decisions.layout.pp == 1:
-            return False  # the stage is the plan
+        if limit_s == inf or decisions.layout.pp == 1:  # without stages, one stage alone is the plan
+            return False
         if self.of_passes(decisions, decisions) >= limit_s:
             return True
         return self.of_one_stage(decisions, decisions, limit_s) >= limit_s
