@@ -88,6 +88,8 @@ def chosen(name: str, layout: Layout, fields: dict[str, Any]) -> Decisions:
     model = WHOLE_MODELS[name.removeprefix("whole ")] if name.startswith("whole") else EXPERT_MODELS[name]
     if layers:
         model = msgspec.structs.replace(model, layers=layers)
+    if len(model.layer_shapes) > 1:
+        layout = msgspec.structs.replace(layout, partition="length")
     granules = 4 * layout.cp * layout.ulysses * (layout.tp if layout.sequence_parallel else 1)
     sizes: dict[str, Any] = {"seq_tokens": 128 * granules, "micro_batch": 1, "global_batch": 2 * layout.dp}
     if layout.ep > 1:
@@ -143,9 +145,9 @@ def test_losses_of_the_router_are_of_whole_sequences(team: Team, monkeypatch: py
 
 
 RUNS: dict[str, tuple[Layout, dict[str, Any]]] = {
-    "stages": (Layout(pp=2, subsequences=2), {"swapped_tokens": 512}),
+    "stages": (Layout(pp=2, subsequences=2, partition="length"), {"swapped_tokens": 512}),
     "stages and ep": (
-        Layout(pp=2, dp=2, ep=2, subsequences=2),
+        Layout(pp=2, dp=2, ep=2, subsequences=2, partition="length"),
         {"recompute": "full", "swapped_tokens": 0, "expert_capacity": 2.0},
     ),
 }

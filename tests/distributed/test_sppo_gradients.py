@@ -280,6 +280,7 @@ UNLIKE = [
     ids=text,
 )
 def test_layers_that_differ_in_subsequences(team: Team, name: str, layout: Layout, policy: str) -> None:
+    layout = msgspec.structs.replace(layout, partition="length")
     rows = 128 * layout.subsequences * layout.tp * layout.cp
     matches(team, name, sppo(name, layout, policy, seq_tokens=rows), debug=True)
 

@@ -160,7 +160,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "unlike layers with experts in subsequences": {
         "model": load_model("deepseek-v3"),
-        "layout": Layout(tp=2, sequence_parallel=True, pp=2, ep=2, expert_tp=1, subsequences=8),
+        "layout": Layout(tp=2, sequence_parallel=True, pp=2, ep=2, expert_tp=1, subsequences=8, partition="length"),
         "global_batch": 2,
     },
     "zero 2, host states": {"layout": Layout(dp=8, zero=2), "states": "host"},
