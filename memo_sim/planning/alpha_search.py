@@ -119,16 +119,12 @@ class _Scan:
         """
         least_s, most_s = self._span(other)
         if step not in self._seen and self._bounds is not None:
-            plan = self.grid.at(step)
-            if self._bounds.lack_host(plan):
+            if self._bounds.reach(self.grid.at(step), most_s):
                 return False
             near = self._of_few_layers(step)
-            if near is None:
-                if self._bounds.reach(plan, most_s):
-                    return False
-            elif near[0] >= most_s:
+            if near is not None and near[0] >= most_s:
                 return False
-            elif near[1] < least_s:
+            if near is not None and near[1] < least_s:
                 return self.refusal(step) is None
         step_s = self._step_s(step)
         return step_s < least_s or (step_s < most_s and step_s < self._step_s(other))
