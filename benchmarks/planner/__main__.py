@@ -110,14 +110,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds
     try:
-        from memo_sim.engine.compiled_loop import run_compiled
+        from memo_sim.engine.compiled_loop import CompiledLoop
+
+        compiled = CompiledLoop()
     except ImportError:
         sys.exit("numba is not installed: pip install '.[fast]'")
     write = sys.stdout.write
     write("| plan | segments | SimPy s | numba s | ratio | lower s | fold s | edges s | the rest s |\n")
     write("|---|---|---|---|---|---|---|---|---|\n")
     for name, plan in plans().items():
-        timed, segments = measure(plan, run_compiled, rounds)
+        timed, segments = measure(plan, compiled, rounds)
         own = timed.seconds
         loops = own["simpy"], own["numba"]
         parts = [own[part] for part in ("lower", "fold", "edges")]

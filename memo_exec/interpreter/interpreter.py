@@ -36,10 +36,10 @@ from memo_exec.kernels.call import Ends
 from memo_exec.kernels.documents import check_documents, check_room, own_ends
 from memo_exec.kernels.experts import check_device
 from memo_exec.memory.arena import ArenaStore
-from memo_exec.memory.binding import Bound, LateFree, late_frees, schedule
+from memo_exec.memory.binding import Bound, LateFree, Touch, Wait, late_frees, schedule
 from memo_exec.memory.replaying import BelowTorch
 from memo_exec.memory.slab import HostSlab
-from memo_exec.memory.store import CachingStore
+from memo_exec.memory.store import CachingStore, Count
 from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import Decisions, MovedBytes
@@ -47,7 +47,6 @@ from memo_sim.program.analysis.edges import Edges
 from memo_sim.program.ir.instruction import Lane, Mode
 from memo_sim.program.ir.kinds import Phase
 from memo_sim.program.ir.program import Program
-from memo_sim.program.ir.work import Copy
 from memo_sim.program.layout.fp8 import delayed
 from memo_sim.program.operators.fp8_operands import SCALES
 
@@ -114,10 +113,11 @@ class Interpreter:
         self._timekeeper: Timekeeper = (
             StreamTimekeeper(self.schedule.lanes, self.device) if pinned else HostTimekeeper()
         )
-        self._views: dict[tuple[int, int, int, str | None], Tensor] = {}
+        self._parts: dict[tuple[int, int, int, str | None], Tensor] = {}
         self.below = self._below(allocator)
-        self._prepared = self._prepare_all()
         self._freed_late = late_frees(self.schedule) if self._replays else {}
+        self._prepared = self._prepare_all()
+        self._counts: list[Count] = []
         self._kept: dict[int, Tensor] = {}
         self._threads = lane_threads(self.schedule.lanes, self.device, sharing)
         self._quantised = not decisions.fp8_params
@@ -167,6 +167,7 @@ class Interpreter:
         self._quantise_masters()
         self.context.scalars = scalars
         self.store.begin_step()
+        self._counts = []  # the record of the last step has the old ones
         self._kept.clear()
         self._moved = dict.fromkeys(self._moved, 0)
         if self.below:
@@ -176,8 +177,7 @@ class Interpreter:
             self.probe.begin_step()
         self._timekeeper.begin_step(self.program.instruction_count)
         futures = [
-            self._threads[lane].submit(self._play, lane, bounds, progress)
-            for lane, bounds in self.schedule.lanes.items()
+            self._threads[lane].submit(self._play, lane, every, progress) for lane, every in self._prepared.items()
         ]
         self._wait(futures)
         if progress.failure is not None:
@@ -227,11 +227,10 @@ class Interpreter:
         if self._quantised:
             return
         with torch.inference_mode():
-            for bound in sorted(
-                (each for bounds in self.schedule.lanes.values() for each in bounds), key=lambda each: each.number
+            for prepared in sorted(
+                (each for every in self._prepared.values() for each in every), key=lambda each: each.bound.number
             ):
-                prepared = self._prepared[bound.number]
-                if bound.instruction.phase is Phase.OPTIMIZER and _makes_copies(prepared.call):
+                if prepared.bound.instruction.phase is Phase.OPTIMIZER and _makes_copies(prepared.call):
                     prepared.kernel(prepared.call)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -276,60 +275,61 @@ class Interpreter:
             target.fill_(every[-1])  # documents beyond the last one are empty
             target[: len(every)] = torch.tensor(every, dtype=target.dtype)
 
-    def _play(self, lane: Lane, bounds: list[Bound], progress: Progress) -> None:
+    def _play(self, lane: Lane, every: list[Prepared], progress: Progress) -> None:
         """Play one lane's instructions; any error stops the other lanes."""
         try:
             with torch.inference_mode(), self._timekeeper.playing(lane):
-                for bound in bounds:
-                    self._play_one(lane, bound, progress)
+                for prepared in every:
+                    self._play_one(lane, prepared, progress)
         except LaneStopped:
             pass
         except BaseException as error:  # the first one is raised again in run_step
             progress.fail(error)
             raise
 
-    def _play_one(self, lane: Lane, bound: Bound, progress: Progress) -> None:
-        timekeeper, number = self._timekeeper, bound.number
-        for other, producer in bound.waits:
+    def _play_one(self, lane: Lane, prepared: Prepared, progress: Progress) -> None:
+        timekeeper, number = self._timekeeper, prepared.bound.number
+        for other, producer in prepared.bound.waits:
             progress.wait(other, producer)
             timekeeper.order(lane, other, producer)
-        for late in self._freed_late.get(number, ()):
+        for late in prepared.freed_late:
             self._free(late, progress)
-        for buffer in bound.births:
-            self.store.birth(buffer, number)
-        prepared = self._prepared[number]
-        call = prepared.begin(self.store)
+        self._counts.extend(prepared.born)
+        for buffer in prepared.births:
+            self.store.birth(buffer)
+        call = prepared.begin(self.store) if prepared.moves else prepared.call
         if self.probe:
-            self.probe.before(bound, call)
-        self._call(lane, bound, prepared)
-        if isinstance(bound.instruction.work, Copy):
-            self._moved[lane] += call["target"].nbytes
-        if self.probe:
-            self.probe.after(bound, call)
-        prepared.end()  # drops the references to buffers that die here before another lane asks for memory
-        for buffer, others in bound.deaths:
-            for other, last in others:
-                progress.wait(other, last)
-            if others and not isinstance(self.store, ArenaStore) and buffer not in self.schedule.library:
-                self._keep(buffer, [lane, *(other for other, _ in others)])
-            self.store.death(buffer, number)
-        progress.finish(lane, number, awaited=bound.awaited)
-
-    def _call(self, lane: Lane, bound: Bound, prepared: Prepared) -> None:
-        """Call the kernel between its two times, and check that it has left its operands where they are."""
-        held = prepared.held or held_of(prepared.call.tensors, prepared.guarded)
-        self._timekeeper.start(lane, bound.number)
+            self.probe.before(prepared.bound, call)
+        held = prepared.held
+        if held is None:
+            held = held_of(call.tensors, prepared.guarded)
+        timekeeper.start(lane, number)
         if prepared.plain:
-            prepared.kernel(prepared.call)
+            prepared.kernel(call)
         else:
             with self._lent(prepared), self._talking(prepared):
-                prepared.kernel(prepared.call)
-        self._timekeeper.end(lane, bound.number)
-        for tensor, pointer, shape in held:
-            if tensor.data_ptr() != pointer or tensor.shape != shape:
-                raise ValueError(
-                    f"{bound.instruction.name}: the kernel of {bound.instruction.op} moved or resized an operand"
-                )
+                prepared.kernel(call)
+        timekeeper.end(lane, number)
+        if held:
+            prepared.check(held)
+        if prepared.copies:
+            self._moved[lane] += call["target"].nbytes
+        if self.probe:
+            self.probe.after(prepared.bound, call)
+        if prepared.moves:
+            prepared.end()  # drops the references to buffers that die here before another lane asks for memory
+        for buffer, others in prepared.deaths:
+            self._release(lane, buffer, others, progress)
+        self._counts.extend(prepared.died)
+        progress.finish(lane, number, awaited=prepared.bound.awaited)
+
+    def _release(self, lane: Lane, buffer: int, others: tuple[Wait, ...], progress: Progress) -> None:
+        """Release a buffer once the other lanes that touch it have ended their last uses."""
+        for other, last in others:
+            progress.wait(other, last)
+        if others and not self.store.has_address(buffer) and buffer not in self.schedule.library:
+            self._keep(buffer, [lane, *(other for other, _ in others)])
+        self.store.death(buffer)
 
     @property
     def _replays(self) -> bool:
@@ -355,21 +355,17 @@ class Interpreter:
             self._timekeeper.order(Lane.COMPUTE, other, last)
         del self._kept[late.buffer]
 
-    def _prepare_all(self) -> dict[int, Prepared]:
-        return {b.number: self._prepare(b) for bounds in self.schedule.lanes.values() for b in bounds}
+    def _prepare_all(self) -> dict[Lane, list[Prepared]]:
+        return {lane: [self._prepare(bound) for bound in bounds] for lane, bounds in self.schedule.lanes.items()}
 
     def _prepare(self, bound: Bound) -> Prepared:
         """Return what the steps of an instruction have in common: its kernel, and operands with a constant address."""
         fixed, moving = {}, []
         for touch in bound.touches:
-            part = None if touch.part is None else touch.part.name
             if (host := self.slab.views.get(touch.buffer)) is not None:
                 fixed[touch.role] = host[touch.first : touch.first + touch.tokens]
-            elif self.store.lasts(touch.buffer):
-                key = (touch.buffer, touch.first, touch.tokens, part)
-                if key not in self._views:
-                    self._views[key] = view_of(self.store, touch)
-                fixed[touch.role] = self._views[key]
+            elif self.store.has_address(touch.buffer):
+                fixed[touch.role] = self._view(touch)
             elif touch.buffer not in self.schedule.library:
                 moving.append(touch)
         call = Call(
@@ -383,13 +379,24 @@ class Interpreter:
         )
         guarded = [t.role for t in bound.touches if self.probe or t.mode is not Mode.READ]
         return Prepared(
+            bound,
             self._kernels[bound.instruction.op],
             call,
             moving,
+            self.store,
             guarded=guarded,
             slot=self._slot(bound),
             talks=communicates(bound.instruction.work),
+            freed_late=self._freed_late.get(bound.number, ()),
         )
+
+    def _view(self, touch: Touch) -> Tensor:
+        """Return an operand with one address; operands of the same rows of the same memory are one tensor."""
+        whole = self.store.view(touch.buffer, 0, self.schedule.family(touch.buffer).tokens)
+        key = id(whole), touch.first, touch.tokens, None if touch.part is None else touch.part.name
+        if key not in self._parts:
+            self._parts[key] = view_of(self.store, touch)
+        return self._parts[key]
 
     def _below(self, allocator: ctypes.CDLL | None) -> BelowTorch | None:
         """Return what serves the compute lane's allocations, or None when torch's own allocator does."""
@@ -428,12 +435,11 @@ class Interpreter:
             start_s=start_s,
             end_s=end_s,
             step_s=float(end_s.max(initial=0.0)),
-            peak_device_bytes=self.store.peak_bytes,
             peak_host_bytes=self.slab.bytes,
             moved=MovedBytes(d2h=self._moved[Lane.D2H], h2d=self._moved[Lane.H2D]),
             schedule=self.schedule,
-            log=self.store.log,
-            lasting_bytes=self.store.lasting_bytes,
+            counts=self._counts,
+            store=self.store,
         )
 
 

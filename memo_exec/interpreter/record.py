@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from memo_exec.interpreter.lanes import Floats
 from memo_exec.memory.binding import Schedule
+from memo_exec.memory.store import BufferStore, Count
 from memo_sim.contract.plan import MovedBytes
 from memo_sim.contract.trace import MemoryCurve, Spans, Trace, Wait
 from memo_sim.program.analysis.liveness import live_bytes
@@ -27,22 +29,24 @@ class StepRecord:
     end_s: Floats
     step_s: float
     """From the step's start to the end of its last instruction."""
-    peak_device_bytes: int
-    """Most bytes of buffers that lived at once; with an arena, the arena's size.
-
-    It never exceeds the program's peak, which is computed in program order. It may be less, because a late lane may
-    allocate a buffer only after another one has died.
-    """
     peak_host_bytes: int
     """Size of the host slab."""
     moved: MovedBytes
     schedule: Schedule
-    log: list[tuple[int, BufferClass, int]]
-    """What the store counted: (instruction, class, bytes), positive at birth and negative at release."""
-    lasting_bytes: dict[BufferClass, int]
-    """Bytes of the buffers that last the whole step, by class."""
+    counts: list[Count]
+    """Births and releases of buffers, in order of time."""
+    store: BufferStore
 
     # Most steps are asked for no more than their loss and seconds, so the rest is computed when it is read.
+
+    @cached_property
+    def peak_device_bytes(self) -> int:
+        """Most bytes of buffers that lived at once; with an arena, the arena's size.
+
+        It never exceeds the program's peak, which is computed in program order. It may be less, because a late lane may
+        allocate a buffer only after another one has died.
+        """
+        return self.store.peak_bytes(self.counts)
 
     @cached_property
     def waits(self) -> tuple[Wait, ...]:
@@ -52,7 +56,7 @@ class StepRecord:
     @cached_property
     def device_memory(self) -> MemoryCurve:
         """The device bytes by buffer class over time."""
-        return device_curve(self.log, self.lasting_bytes, self.start_s, self.end_s)
+        return device_curve(self.counts, self.store.lasting_bytes, self.start_s, self.end_s)
 
     @cached_property
     def host_memory(self) -> MemoryCurve:
@@ -130,13 +134,13 @@ def waits_of(schedule: Schedule, start_s: Floats, end_s: Floats) -> tuple[Wait, 
 
 
 def device_curve(
-    log: list[tuple[int, BufferClass, int]], lasting_bytes: dict[BufferClass, int], start_s: Floats, end_s: Floats
+    counts: Iterable[Count], lasting_bytes: dict[BufferClass, int], start_s: Floats, end_s: Floats
 ) -> MemoryCurve:
-    """Return the device bytes by buffer class over time, from what the store counted.
+    """Return the device bytes by buffer class over time.
 
     A birth happens at the start of its instruction, a death at the end.
     """
-    events = [(start_s[i] if size > 0 else end_s[i], by, size) for i, by, size in log]
+    events = [(start_s[i] if size > 0 else end_s[i], by, size) for i, by, size in counts]
     return _curve(events, lasting_bytes)
 
 

@@ -180,7 +180,7 @@ def route_backward(call: Call) -> None:
     g = (c * d - sum of d * p) / sum of v there, or c * d. The loss of the log-sum-exp z adds factor * z * s.
 
     ``loads``: the rows of each expert are added to it. ``all_ends``: the ends of all tokens' rows, where ``ends`` has
-    those of one row block.
+    those of one row block or subsequence; subsequences have a part of it each.
     """
     experts, scores, out = experts_of(call), call.matrix("scores"), call.matrix("out")
     grad, probs, chosen = call.matrix("grad"), call.matrix("probs"), call.matrix("experts")
@@ -194,7 +194,7 @@ def route_backward(call: Call) -> None:
     if loads is not None and (summed := call.get("loads")) is not None:  # none where the bias is frozen
         summed.add_(loads)
     if loads is not None and (every := call.get("all_ends")) is not None:
-        _loads_of(every, counts, loads)
+        _loads_of(_summed(every, counts, product), counts, loads)
     for block in blocks_of(len(scores)):
         rows = block.stop - block.start
         given, sums = picked[:rows], number[:rows]
@@ -219,6 +219,12 @@ def route_backward(call: Call) -> None:
         target.sub_(torch.sum(whole, 1, keepdim=True, out=sums)).mul_(scores[block])
         if experts.z_loss:
             target.add_(torch.mul(scores[block], call.matrix("lse")[block], out=whole), alpha=z_factor)
+
+
+def _summed(every: Tensor, counts: Tensor, scratch: Tensor) -> Tensor:
+    """Return the sum of the ends of all subsequences in ``every``, in scratch that has room for ``counts``."""
+    total = scratch.view(-1)[: len(counts)].view(torch.int32)
+    return torch.sum(every.view(-1, len(counts)), 0, dtype=torch.int32, out=total)
 
 
 def _loads_of(ends: Tensor, counts: Tensor, out: Tensor) -> None:

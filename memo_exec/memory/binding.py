@@ -260,11 +260,18 @@ def _add_lives(bound: list[Bound], columns: Columns, lives: Liveness) -> None:
         bound[death].deaths.append((buffer, others))
 
 
+def lanes_touching(columns: Columns) -> Ints:
+    """Return for each buffer the lanes that touch it, as a sum of ``1 << lane``."""
+    lane: Ints = columns.lane[columns.operand_instruction]
+    touching = np.zeros(len(columns.buffer_family), dtype=np.int64)
+    np.bitwise_or.at(touching, columns.operand_buffer, 1 << lane)
+    return touching
+
+
 def _last_uses(columns: Columns, chosen: np.ndarray) -> dict[int, dict[Lane, int]]:
     """Return the last use on each lane, for those chosen buffers that several lanes touch."""
     lane: Ints = columns.lane[columns.operand_instruction]
-    touching = np.zeros(len(chosen), dtype=np.int64)
-    np.bitwise_or.at(touching, columns.operand_buffer, 1 << lane)
+    touching = lanes_touching(columns)
     rows = chosen[columns.operand_buffer] & ((touching & (touching - 1)) > 0)[columns.operand_buffer]
     found: dict[int, dict[Lane, int]] = {}
     for row in np.flatnonzero(rows).tolist():

@@ -1,50 +1,62 @@
 """Buffer stores provide device buffers: the interface, and the store that allocates and frees during a step.
 
-A store counts the bytes of living buffers as the program declares them, including workspaces that a library allocates
-itself. A buffer that lasts the whole step is allocated once, before step 1. Any other buffer is allocated at its first
-instruction and released after its last.
+A buffer that lasts the whole step is allocated once, before step 1. Any other buffer is allocated at its first
+instruction and released after its last, unless its memory is known before the step. The bytes of living buffers are
+counted as the program declares them, including workspaces that a library allocates itself.
+
+Several lanes may allocate and release at once. What they change is a list or a dictionary, in one operation that no
+other thread can interrupt, so no lock is needed.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from memo_exec.memory import poison
-from memo_exec.memory.binding import Schedule
+from memo_exec.memory.binding import Bound, Schedule, lanes_touching
 from memo_exec.memory.dtypes import TORCH_DTYPES
 from memo_sim.program.ir.instruction import BufferClass, Family
+
+Count = tuple[int, BufferClass, int]
+"""(instruction, class, bytes) of a buffer's birth (positive bytes) or release (negative bytes)."""
 
 
 class BufferStore(Protocol):
     """The interface of a store, as the interpreter uses it."""
 
-    live_bytes: int
-    peak_bytes: int
-    log: list[tuple[int, BufferClass, int]]
-    """(instruction, class, bytes) in order of time; bytes are positive at birth and negative at release."""
     lasting_bytes: dict[BufferClass, int]
     """Bytes of the buffers that last the whole step, by class."""
 
-    def lasts(self, buffer: int) -> bool:
-        """Return whether a buffer exists for the whole step, at one address."""
+    def has_address(self, buffer: int) -> bool:
+        """Return whether a buffer has one address in every step, known before step 1."""
 
     def view(self, buffer: int, first: int, tokens: int) -> Tensor:
         """Return a range of a living buffer's tokens: (tokens, features), or flat if it has one feature."""
 
-    def birth(self, buffer: int, instruction: int) -> None:
+    def acts(self, buffer: int) -> bool:
+        """Return whether the store has something to do at a buffer's birth and death."""
+
+    def birth(self, buffer: int) -> None:
         """Allocate a buffer before its first instruction."""
 
-    def death(self, buffer: int, instruction: int) -> None:
+    def death(self, buffer: int) -> None:
         """Release a buffer after its last instruction."""
 
     def begin_step(self) -> None:
-        """Reset the peak, begin a new log, and release buffers that a failed step left alive."""
+        """Release buffers that a failed step left alive."""
+
+    def counts(self, bound: Bound) -> tuple[tuple[Count, ...], tuple[Count, ...]]:
+        """Return what is counted when an instruction starts, and when it has ended."""
+
+    def peak_bytes(self, counts: Iterable[Count]) -> int:
+        """Return the most bytes that the store holds in a step with these counts, which are in order of time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,78 +89,107 @@ class CachingStore:
     """A store that calls ``torch.empty`` at birth and releases the tensor at death.
 
     On CUDA, torch's caching allocator serves the requests. On the CPU, the store keeps released blocks by size and
-    reuses them, because the system's allocator would map large blocks and fault their pages in each time. Without
-    ``reuse`` it keeps none, so that a profiler sees every request. ``poison`` poisons each buffer at birth.
+    reuses them, because the system's allocator would map large blocks and fault their pages in each time. Where a
+    single lane touches all buffers of a size, the order in which they take blocks is that of the program, so their
+    blocks are chosen before step 1. Without ``reuse`` the store keeps none, so that a profiler sees every request.
+    ``poison`` poisons each buffer at birth.
     """
 
     def __init__(self, schedule: Schedule, device: torch.device, *, poison: bool = False, reuse: bool = True) -> None:
         self.device = device
         self.poison = poison
-        self.log: list[tuple[int, BufferClass, int]] = []
-        """(instruction, class, bytes) in order of time; bytes are positive at birth and negative at release."""
         specs = [_spec(family) for family in schedule.families]
         self._specs = [specs[family] for family in schedule.columns.buffer_family.tolist()]
         self._library = schedule.library
         self._reused = reuse and device.type == "cpu"
-        self._lock = threading.Lock()
         self._blocks: dict[int, _Block] = {}
-        self._free: dict[int, list[_Block]] = defaultdict(list)
+        self._free: dict[int, list[_Block]] = {spec.bytes: [] for spec in specs}
         lives = schedule.lives
         lasting = (lives.on_device & (lives.birth < 0)).nonzero()[0].tolist()
         self._lasting = {b: self._make_lasting(b, s) for b, s in self._chosen(lasting)}
         self._tensors: dict[int, Tensor] = {}
+        self._views = {**self._lasting, **self._known(schedule)}
+        """Buffers that have one address in every step, known before step 1."""
         self.lasting_bytes: dict[BufferClass, int] = defaultdict(int)
         """Bytes of the buffers that last the whole step, by class."""
         for _, spec in self._chosen(lasting):
             self.lasting_bytes[spec.buffer_class] += spec.bytes
-        self.live_bytes = self.peak_bytes = sum(self.lasting_bytes.values())
 
     def _chosen(self, buffers: list[int]) -> list[tuple[int, Spec]]:
         return [(buffer, self._specs[buffer]) for buffer in buffers]
 
+    def _known(self, schedule: Schedule) -> dict[int, Tensor]:
+        """Return the memory of buffers whose block follows from the program, because their size is of one lane."""
+        if not self._reused:
+            return {}
+        every = [bound for bounds in schedule.lanes.values() for bound in bounds]
+        touching = lanes_touching(schedule.columns).tolist()
+        lanes: dict[int, int] = defaultdict(int)
+        for buffer in (b for bound in every for b in bound.births if b not in self._library):
+            lanes[self._specs[buffer].bytes] |= touching[buffer]
+        found = {}
+        for bound in every:
+            for buffer in bound.births:
+                spec = self._specs[buffer]
+                if buffer not in self._library and lanes[spec.bytes].bit_count() == 1:
+                    found[buffer] = self._take(buffer, spec)
+            for buffer, _ in bound.deaths:
+                if buffer in found:
+                    self._give_back(buffer, self._specs[buffer])
+        return found
+
     def begin_step(self) -> None:
-        """Reset the peak, begin a new log, and release buffers that a failed step left alive."""
+        """Release buffers that a failed step left alive."""
         for buffer in list(self._tensors):
-            self.death(buffer, -1)
-        self.live_bytes = self.peak_bytes = sum(self.lasting_bytes.values())
-        self.log = []  # the record of the last step may still need the old one
+            self.death(buffer)
         if self.poison:
             for buffer, tensor in self._lasting.items():
                 if self._specs[buffer].buffer_class is BufferClass.SKELETAL:
                     poison.fill(tensor)
 
-    def lasts(self, buffer: int) -> bool:
-        """Return whether a buffer exists for the whole step, at one address."""
-        return buffer in self._lasting
+    def has_address(self, buffer: int) -> bool:
+        """Return whether a buffer has one address in every step, known before step 1."""
+        return buffer in self._views
 
     def view(self, buffer: int, first: int, tokens: int) -> Tensor:
-        """Return a range of a living buffer's tokens."""
-        whole = self._tensors.get(buffer)
+        """Return a range of a living buffer's tokens; of one with an address, at any time."""
+        whole = self._views.get(buffer)
         if whole is None:
-            whole = self._lasting[buffer]
+            whole = self._tensors[buffer]
         return whole if tokens == self._specs[buffer].tokens else whole[first : first + tokens]
 
-    def birth(self, buffer: int, instruction: int) -> None:
-        """Count a buffer, and allocate it unless a library does."""
-        spec = self._specs[buffer]
-        with self._lock:
-            self.log.append((instruction, spec.buffer_class, spec.bytes))
-            self.live_bytes += spec.bytes
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-            if buffer in self._library:
-                return
-            tensor = self._tensors[buffer] = self._take(buffer, spec)
+    def acts(self, buffer: int) -> bool:
+        """Return whether the store has something to do at a buffer's birth and death."""
+        return buffer not in self._library and (self.poison or buffer not in self._views)
+
+    def birth(self, buffer: int) -> None:
+        """Allocate a buffer, unless a library does or it has an address."""
+        if buffer in self._library:
+            return
+        tensor = self._views.get(buffer)
+        if tensor is None:
+            tensor = self._tensors[buffer] = self._take(buffer, self._specs[buffer])
         if self.poison:
             poison.fill(tensor)
 
-    def death(self, buffer: int, instruction: int) -> None:
-        """Release a buffer."""
-        spec = self._specs[buffer]
-        with self._lock:
-            self.log.append((instruction, spec.buffer_class, -spec.bytes))
-            self.live_bytes -= spec.bytes
-            self._tensors.pop(buffer, None)
-            self._give_back(buffer, spec)
+    def death(self, buffer: int) -> None:
+        """Release a buffer that ``birth`` has allocated."""
+        if self._tensors.pop(buffer, None) is not None:
+            self._give_back(buffer, self._specs[buffer])
+
+    def counts(self, bound: Bound) -> tuple[tuple[Count, ...], tuple[Count, ...]]:
+        """Return the buffers that are born at an instruction, and those that die there."""
+        born = [(self._specs[buffer], 1) for buffer in bound.births]
+        dead = [(self._specs[buffer], -1) for buffer, _ in bound.deaths]
+        start, end = (
+            tuple((bound.number, spec.buffer_class, sign * spec.bytes) for spec, sign in each) for each in (born, dead)
+        )
+        return start, end
+
+    def peak_bytes(self, counts: Iterable[Count]) -> int:
+        """Return the most bytes that live at once in a step with these counts, which are in order of time."""
+        lasting = sum(self.lasting_bytes.values())
+        return max(accumulate((size for _, _, size in counts), initial=lasting))
 
     def _make_lasting(self, buffer: int, spec: Spec) -> Tensor:
         """Return the zeroed memory of a buffer that lasts the whole step."""
@@ -159,8 +200,11 @@ class CachingStore:
         """Return memory for a buffer at its birth."""
         if not self._reused:
             return torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
-        free = self._free[spec.bytes]
-        block = self._blocks[buffer] = free.pop() if free else _Block(spec.bytes, self.device)
+        try:
+            block = self._free[spec.bytes].pop()
+        except IndexError:
+            block = _Block(spec.bytes, self.device)
+        self._blocks[buffer] = block
         return block.tensor(spec)
 
     def _give_back(self, buffer: int, spec: Spec) -> None:

@@ -166,12 +166,12 @@ class _FakePlayer:
         bounds = sorted((b for lane in self.schedule.lanes.values() for b in lane), key=lambda b: b.number)
         for bound, name in zip(bounds, self.schedule.program.ids(), strict=True):
             for buffer in bound.births:
-                self.store.birth(buffer, bound.number)
+                self.store.birth(buffer)
                 if buffer not in self.schedule.library:
                     self._open(buffer)
             self._kernel(bound, name)
             for buffer, _ in bound.deaths:
-                self.store.death(buffer, bound.number)
+                self.store.death(buffer)
                 if buffer not in self.schedule.library:
                     self.log.close(self._rows.pop(buffer))
         return compared("fake tensors", self.log, self.schedule, self.unexplained, self._workspaces)

@@ -10,7 +10,7 @@ from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import format_percent
 from memo_sim.program.layout.expert_load import capacity_rows
-from memo_sim.program.layout.rowwise_blocks import routed_at_once
+from memo_sim.program.layout.rowwise_blocks import routed_at_once, routed_part
 
 HUNDREDTHS = 100
 
@@ -28,13 +28,13 @@ class Overflow:
     mean: float
     """Rows of ``unit`` that a rank sends to one rank on the average."""
     unit: str
-    """What is routed at once: a layer's tokens, or a row block of them."""
+    """What is routed at once: a layer's tokens, or a subsequence or a row block of them."""
 
     @classmethod
     def of(cls, counts: Sequence[Sequence[float]], decisions: Decisions) -> Overflow | None:
         """Return the sums of the ranks' counts (``Context.overflow``); None where every rank has all experts.
 
-        Where row blocks have several lengths, the figures are those of the length that needs the largest capacity.
+        Where these have several lengths, the figures are those of the length that needs the largest capacity.
         """
         of, ep, alike = decisions.model.mixture, decisions.layout.ep, decisions.layout.expert_divided
         if ep == 1 or of is None:
@@ -46,7 +46,7 @@ class Overflow:
             ((int(max(found)), rows) for found, rows in zip(each, slots, strict=True)), key=lambda n: n[0] / n[1]
         )
         capacity = capacity_rows(of, rows, decisions.expert_load, ep, decisions.expert_capacity)
-        unit = "a layer" if len(parts) == 1 else f"a layer's row block of {rows // of.per_token:,} tokens"
+        unit = routed_part(decisions, rows // of.per_token)
         return cls(int(sum(dropped)) // alike, int(sum(every)) // alike, most, capacity, rows / ep, unit)
 
     @property

@@ -17,7 +17,7 @@ from memo_sim.program.layout.attention_chunks import in_chunks
 from memo_sim.program.layout.expert_load import MARGIN, capacity_rows, shown_load
 from memo_sim.program.layout.fp8 import played
 from memo_sim.program.layout.parameters import gradient_dtype
-from memo_sim.program.layout.rowwise_blocks import routed_at_once
+from memo_sim.program.layout.rowwise_blocks import routed_at_once, routed_part
 from memo_sim.program.layout.rules.recompute import swaps
 from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.operators.workspaces import FUSED_KINDS, ROUNDED_KINDS, loss_tiles
@@ -186,7 +186,7 @@ def _experts(question: Question, decisions: Decisions) -> list[Assumption]:
             "drop": "rows beyond it count as zero, and memo-exec run reports them",
             "refuse": "a step with rows beyond it is not applied, and ends the run",
         }
-        unit = "a layer" if len(parts) == 1 else f"a layer's row block of {parts[0]:,} tokens"
+        unit = routed_part(decisions, parts[0])
         shard = "each rank of tp sends the rows of its own token shard; " if layout.whole_experts else ""
         value = (
             f"load {load}, dealt to {layout.ep} ranks with {of.count // layout.ep} of {of.count} experts each; {shard}"

@@ -1,14 +1,14 @@
-"""SimPy's loop over segments: one event per change of the set of busy lanes.
+"""The loop over segments: one event per change of the set of busy lanes.
 
-It is the loop that plays whatever is shown. ``compiled_loop.py`` has the same loop for a search, where numba is
-installed; both give the same numbers to the last bit.
+Whatever is shown is played with SimPy's events. A search plays the same loop without SimPy, or where numba is installed
+the one of ``compiled_loop.py`` (``fast_loop.py``). All give the same numbers to the last bit.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 import numpy as np
@@ -64,29 +64,40 @@ class UsedRates:
         self.lanes = len(used)
         self._used = used
         self._rates = rates
-        self._known: dict[int, tuple[tuple[int, ...], tuple[float, ...]]] = {}
+        self._known: dict[int, tuple[float, ...]] = {}
+        self._of_busy: dict[int, tuple[tuple[int, float], ...]] = {}
 
-    def __call__(self, busy: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """Return the busy lanes, and the rate of every lane."""
+    def __call__(self, busy: int) -> tuple[float, ...]:
+        """Return the rate of every lane while those of ``busy`` (bit ``1 << lane``) are busy."""
         found = self._known.get(busy)
         if found is None:
-            on = tuple(lane for lane in range(self.lanes) if busy >> lane & 1)
-            rates = self._rates(sum(1 << self._used[lane] for lane in on))
-            found = self._known[busy] = on, tuple(rates[lane] for lane in self._used)
+            rates = self._rates(sum(1 << each for lane, each in enumerate(self._used) if busy >> lane & 1))
+            found = self._known[busy] = tuple(rates[each] for each in self._used)
+        return found
+
+    def of_busy(self, busy: int) -> tuple[tuple[int, float], ...]:
+        """Return the busy lanes, each with its rate."""
+        found = self._of_busy.get(busy)
+        if found is None:
+            rates = self(busy)
+            found = self._of_busy[busy] = tuple((lane, rates[lane]) for lane in range(self.lanes) if busy >> lane & 1)
         return found
 
 
-def run(  # noqa: PLR0915 - locals are fast
+def events(  # noqa: PLR0912, PLR0915 - one loop, with local variables
     segments: Segments, work: Floats, rates_of: UsedRates, groups: Groups
-) -> Clock:
-    """Play the segments, one SimPy event per change of the set of busy lanes; lanes are numbered over all stages."""
-    env = simpy.Environment()
+) -> Generator[float, float, Clock]:
+    """Play the segments; lanes are numbered over all stages.
+
+    Yields the seconds until a segment ends after which a stage's set of busy lanes changes, and is sent the instant.
+    """
     bounds, several = segments.lane_bounds.tolist(), segments.several.tobytes()
     targets, target_bounds = array("i", segments.targets.tobytes()), array("i", segments.target_bounds.tobytes())
     work_of = array("d", work.tobytes())
     lanes, own = len(bounds) - 1, rates_of.lanes
     """All lanes, and those of one stage."""
     lane_of = array("i", np.repeat(np.arange(lanes, dtype=NUMBER), np.diff(segments.lane_bounds)).tobytes())
+    stage_of, bit_of = [lane // own for lane in range(lanes)], [1 << lane % own for lane in range(lanes)]
     group_of, missing = array("i", groups.of.tobytes()), array("i", segments.waits.tobytes())
     group_bounds, members, heads = groups.bounds.tolist(), groups.members.tolist(), bounds[:-1]
     start, end = array("d", bytes(work.nbytes)), array("d", bytes(work.nbytes))
@@ -100,82 +111,67 @@ def run(  # noqa: PLR0915 - locals are fast
     points = array("d")
     changed: set[int] = set()
     """Stages whose set of busy lanes has changed."""
-    ending = 0
-
-    def begin(segment: int, lane: int, now: float) -> None:
-        stage = lane // own
-        busy[stage] |= 1 << lane % own
-        changed.add(stage)
-        start[segment] = since[lane] = now
-        left[lane] = work_of[segment]
-        rate[lane] = 0.0
-
-    def arrive(segment: int, lane: int, now: float) -> None:
-        """Begin a segment that is ready on its own stage, once all segments matched with it are ready too."""
-        group = group_of[segment]
-        if group < 0:
-            begin(segment, lane, now)
-            return
-        arrived[group] += 1
-        every = members[group_bounds[group] : group_bounds[group + 1]]
-        if arrived[group] == len(every):
-            together = tuple(lane_of[each] for each in every)
-            for each, its_lane in zip(every, together, strict=True):
-                beside[its_lane] = together
-                begin(each, its_lane, now)
-
-    def change(lane: int, speed: float, now: float) -> None:
-        rest = left[lane] = left[lane] - (now - since[lane]) * rate[lane]
-        since[lane] = now
-        rate[lane] = speed
-        finish[lane] = soon = now + rest / speed
-        heappush(ends, (soon, lane))
-        if several[heads[lane]]:
-            points.extend((heads[lane], now, rest, speed))
-
-    def first() -> float:
-        """Return the first end, after dropping the entries before it that count for nothing."""
+    now = instant = 0.0
+    """When the last segment ended, and when the last event was: rounding may order ends of one event differently."""
+    ready = [heads[lane] for lane in range(lanes) if heads[lane] < bounds[lane + 1] and not missing[heads[lane]]]
+    while True:
+        # Segments begin that are ready on their own stages; matched ones once all of them are ready.
+        for segment in ready:
+            group, begun = group_of[segment], [segment]
+            if group >= 0:
+                arrived[group] += 1
+                begun = members[group_bounds[group] : group_bounds[group + 1]]
+                if arrived[group] < len(begun):
+                    continue
+                together = tuple(lane_of[each] for each in begun)
+                beside.update(dict.fromkeys(together, together))
+            for each in begun:
+                lane = lane_of[each]
+                busy[stage_of[lane]] |= bit_of[lane]
+                changed.add(stage_of[lane])
+                start[each] = since[lane] = now
+                left[lane] = work_of[each]
+                rate[lane] = 0.0
+        # The rates of busy lanes change. Matched lanes have the lowest of their rates.
+        for stage in changed:
+            for own_lane, alone in rates_of.of_busy(busy[stage]):
+                lane, speed = stage * own + own_lane, alone
+                changing = beside.get(lane)
+                if changing is not None:
+                    speed = min([rates_of(busy[stage_of[each]])[each % own] for each in changing])
+                elif rate[lane] != speed:
+                    changing = (lane,)
+                else:
+                    continue
+                for each in changing:
+                    if rate[each] == speed:
+                        continue
+                    rest = left[each] = left[each] - (now - since[each]) * rate[each]
+                    since[each] = now
+                    rate[each] = speed
+                    finish[each] = soon = now + rest / speed
+                    heappush(ends, (soon, each))
+                    if several[heads[each]]:
+                        points.extend((heads[each], now, rest, speed))
+        changed.clear()
         while ends and finish[ends[0][1]] != ends[0][0]:
             heappop(ends)
-        return ends[0][0] if ends else IDLE
-
-    def settle(now: float) -> None:
-        """Update the rates of the busy lanes, and schedule an event at the first end."""
-        nonlocal ending
-        for stage in changed:
-            base = stage * own
-            on, current = rates_of(busy[stage])
-            for lane in on:
-                together = beside.get(base + lane)
-                if together is None:
-                    if rate[base + lane] != current[lane]:
-                        change(base + lane, current[lane], now)
-                    continue
-                least = min(rates_of(busy[each // own])[1][each % own] for each in together)
-                for each in together:
-                    if rate[each] != least:
-                        change(each, least, now)
-        changed.clear()
-        soonest = first()
-        if soonest < IDLE:
-            ending = ends[0][1]
-            # Rounding may leave the remaining time slightly below zero; the segment then ends now.
-            env.timeout(max(0.0, soonest - env.now)).callbacks.append(on_end)  # noqa: F821 - deleted at the end
-
-    def on_end(_: simpy.Event) -> None:
-        """End the segment that ends first, and the next ones for as long as the set of busy lanes stays the same."""
-        lane, now = ending, env.now
+        if not ends:
+            break
+        soonest, lane = ends[0]
+        # Rounding may leave the remaining time slightly below zero; the segment then ends now.
+        now = instant = yield max(0.0, soonest - instant)
         while True:
             segment = heads[lane]
             end[segment] = now
             heads[lane] = following = segment + 1
-            ready = following < bounds[lane + 1] and not missing[following]
-            reached = []
+            goes_on = following < bounds[lane + 1] and not missing[following]
+            ready = []
             for target in targets[target_bounds[segment] : target_bounds[following]]:
-                missing[target] -= 1
-                if not missing[target] and heads[lane_of[target]] == target:
-                    reached.append(target)
-            if not ready or reached or lane in beside or group_of[following] >= 0:
+                missing[target] = more = missing[target] - 1
+                if not more and heads[lane_of[target]] == target:
+                    ready.append(target)
+            if not goes_on or ready or lane in beside or group_of[following] >= 0:
                 break
             # The lane continues at its rate and the set of busy lanes stays the same, so no event is needed.
             start[following] = since[lane] = now
@@ -184,23 +180,46 @@ def run(  # noqa: PLR0915 - locals are fast
             heappush(ends, (soon, lane))
             if several[following]:
                 points.extend((following, now, rest, rate[lane]))
-            soonest = first()
-            lane, now = ends[0][1], max(now, soonest)
+            while finish[ends[0][1]] != ends[0][0]:
+                heappop(ends)
+            soonest, lane = ends[0]
+            now = max(now, soonest)
         finish[lane] = IDLE
-        stage = lane // own
-        busy[stage] &= ~(1 << lane % own)
-        changed.add(stage)
+        busy[stage_of[lane]] &= ~bit_of[lane]
+        changed.add(stage_of[lane])
         for each in beside.pop(lane, ()):  # the other lanes of the match end in their own events, at the same instant
             beside.pop(each, None)
-        for each in (following, *reached) if ready else reached:
-            arrive(each, lane_of[each], now)
-        settle(now)  # noqa: F821 - deleted at the end
-
-    for lane in range(lanes):
-        if heads[lane] < bounds[lane + 1] and not missing[heads[lane]]:
-            arrive(heads[lane], lane, 0.0)
-    settle(0.0)
-    env.run()
-    del settle, on_end  # they refer to each other, and would hold these arrays until Python's collector runs
+        if goes_on:
+            ready.insert(0, following)
     of_points = np.frombuffer(points, dtype=np.float64).reshape(-1, 4)
     return Clock(np.frombuffer(start), np.frombuffer(end), np.array(heads, dtype=np.int64), of_points)
+
+
+def run(segments: Segments, work: Floats, rates_of: UsedRates, groups: Groups) -> Clock:
+    """Play the segments, one SimPy event per change of the set of busy lanes."""
+    env, playing, found = simpy.Environment(), events(segments, work, rates_of, groups), list[Clock]()
+
+    def go_on(event: simpy.Event | None) -> None:
+        try:
+            wait_s = next(playing) if event is None else playing.send(env.now)
+        except StopIteration as ended:
+            found.append(ended.value)
+        else:
+            env.timeout(wait_s).callbacks.append(go_on)
+
+    go_on(None)
+    env.run()
+    return found[0]
+
+
+def run_without_simpy(segments: Segments, work: Floats, rates_of: UsedRates, groups: Groups) -> Clock:
+    """Play the segments as ``run`` does: there is never more than one event to wait for, so no queue is needed."""
+    playing, instant = events(segments, work, rates_of, groups), 0.0
+    try:
+        wait_s = next(playing)
+        while True:
+            instant += wait_s
+            wait_s = playing.send(instant)
+    except StopIteration as ended:
+        clock: Clock = ended.value
+        return replace(clock, by_simpy=False)

@@ -1,4 +1,4 @@
-"""Chooses the loop of plays that only rank plans: numba's where it is installed and pays, else SimPy's.
+"""Chooses the loop of plays that only rank plans: numba's where it is installed and pays, else Python's without SimPy.
 
 Which loop plays changes no number.
 """
@@ -6,23 +6,27 @@ Which loop plays changes no number.
 from __future__ import annotations
 
 from memo_sim.engine.compiled import Compiled
-from memo_sim.engine.event_loop import Clock, Groups, UsedRates, run
+from memo_sim.engine.event_loop import Clock, Groups, UsedRates, run_without_simpy
 from memo_sim.engine.playback import Floats
 from memo_sim.engine.player import Loop
 from memo_sim.engine.segments import Segments
 
+SOON = 20_000
+"""Segments that are played in SimPy before a loop is loaded that is compiled already: 0.1 s, about twice what that
+takes, because the best plan is played again in SimPy."""
+
 FIRST = 800_000
-"""Segments that are played in SimPy before numba is imported: two to four seconds, about what compiling takes."""
+"""Segments that are played in Python before the loop is compiled: about two seconds, as long as compiling takes."""
 
 LONG = 200_000
-"""Segments of a single play that is compiled from the start: SimPy plays them in about a second."""
+"""Segments of a single play that is compiled from the start: Python plays them in about half a second."""
 
 
 class FastLoop:
     """A ``player.Loop`` that counts the segments it plays."""
 
-    def __init__(self, first: int = FIRST) -> None:
-        self._loop: Compiled[Loop] = Compiled(run, _compiled, first=first, long=LONG)
+    def __init__(self, first: int = FIRST, soon: int = SOON) -> None:
+        self._loop: Compiled[Loop] = Compiled(run_without_simpy, _compiled, soon=soon, first=first, long=LONG)
 
     @property
     def compiled(self) -> bool:
@@ -30,7 +34,7 @@ class FastLoop:
         return self._loop.compiled
 
     def beside(self, compiled: bool) -> None:
-        """Follow another process: import numba if it plays compiled there, where it is in the cache; else do not."""
+        """Follow another process: play compiled if it does, where the loop is in its file; else do not."""
         self._loop.beside(compiled)
 
     def __call__(self, segments: Segments, work: Floats, rates_of: UsedRates, groups: Groups) -> Clock:
@@ -38,10 +42,10 @@ class FastLoop:
         return self._loop.of(len(work))(segments, work, rates_of, groups)
 
 
-def _compiled() -> Loop:
-    from memo_sim.engine.compiled_loop import run_compiled
+def _compiled(*, compiles: bool) -> Loop:
+    from memo_sim.engine.compiled_loop import CompiledLoop
 
-    return run_compiled
+    return CompiledLoop(compiles=compiles)
 
 
 run_fast = FastLoop()

@@ -12,8 +12,11 @@ from memo_sim.engine.compiled import Compiled
 from memo_sim.memory.initial_states import Beginning
 from memo_sim.memory.replay import AllocationCosts, Replay, RunAhead, replay
 
+SOON = 8_000
+"""Requests that are replayed in Python before a replay is loaded that is compiled already: about 0.1 s."""
+
 FIRST = 300_000
-"""Requests that are replayed in Python before numba is imported: about three seconds, as long as compiling takes."""
+"""Requests that are replayed in Python before the replay is compiled: about three seconds, as long as that takes."""
 
 LONG = 120_000
 """Requests of a single replay that is compiled from the start: Python replays them in about a second."""
@@ -38,17 +41,17 @@ class Replaying(Protocol):
         """Return how the allocator serves ``requests``; it has ``capacity_bytes``."""
 
 
-def _compiled() -> Replaying:
-    from memo_sim.engine.compiled_replay import replay_compiled
+def _compiled(*, compiles: bool) -> Replaying:
+    from memo_sim.engine.compiled_replay import CompiledReplay
 
-    return replay_compiled
+    return CompiledReplay(compiles=compiles)
 
 
 class FastReplay:
     """Chooses the replay, and counts what is replayed."""
 
-    def __init__(self, first: int = FIRST, long: int = LONG) -> None:
-        self._replay: Compiled[Replaying] = Compiled(replay, _compiled, first=first, long=long)
+    def __init__(self, first: int = FIRST, long: int = LONG, soon: int = SOON) -> None:
+        self._replay: Compiled[Replaying] = Compiled(replay, _compiled, soon=soon, first=first, long=long)
 
     @property
     def compiled(self) -> bool:

@@ -62,6 +62,7 @@ def simulate(
     micro_batches_played: int | None = None,
     predict: bool = True,
     loop: Loop = run,
+    begun: Simulation | None = None,
 ) -> Simulation:
     """Return ``decisions`` simulated on ``cluster``; without ``predict``, the prediction is computed on first use.
 
@@ -69,11 +70,50 @@ def simulate(
     (``repetition.py``). ``micro_batches_played`` sets their number (at least that many, or all). When a pipeline has
     not become steady, it is simulated again with twice as many. If it still is not steady, its step time is an estimate
     (``Simulation.steady``). ``loop``: what plays the program; a search may use ``fast_loop.run_fast``, whose result is
-    the same to the last bit.
+    the same to the last bit. ``begun``: the same plan from ``memory_alone``, which is played now.
 
     Raises:
         Infeasible: when the layout does not divide the model or the sequence, or is larger than the cluster.
     """
+    simulation = begun or _begin(
+        decisions,
+        hardware,
+        cluster,
+        pricer=pricer,
+        rates=rates,
+        micro_batches_played=micro_batches_played,
+        loop=loop,
+        plays=True,
+    )
+    if not (micro_batches_played or simulation.steady):
+        twice, parts = 2 * simulation.stages[0].program.micro_batches, {**simulation.parts, "loop": loop}
+        del begun, simulation  # two of them would need twice the memory
+        simulation = _again(whole_windows(decisions.layout, decisions.micro_batches, twice), parts)
+    return simulation.predicted() if predict else simulation
+
+
+def memory_alone(decisions: Decisions, hardware: Hardware, cluster: Cluster, *, loop: Loop = run) -> Simulation:
+    """Return ``decisions`` simulated as far as its memory shows; nothing is priced or played.
+
+    Of a plan that fits, only the memory is known until ``simulate`` goes on with it; ``loop`` then plays it.
+
+    Raises:
+        Infeasible: see ``simulate``.
+    """
+    return _begin(decisions, hardware, cluster, loop=loop, plays=False)
+
+
+def _begin(
+    decisions: Decisions,
+    hardware: Hardware,
+    cluster: Cluster,
+    *,
+    loop: Loop,
+    plays: bool,
+    pricer: Prices | None = None,
+    rates: Rates | None = None,
+    micro_batches_played: int | None = None,
+) -> Simulation:
     layout = decisions.layout
     if layout.devices > cluster.devices:
         raise Infeasible(
@@ -86,22 +126,16 @@ def simulate(
     played = min(decisions.micro_batches, micro_batches_played or played_at_first(layout, decisions.micro_batches))
     local_devices = min(cluster.devices_per_node, layout.devices)
     prices = Pricer(hardware, cluster, layout, rowwise=decisions.kernels.rowwise)
-    contending = NodeRates(hardware, cluster, local_devices, demands=prices.demands)
-    again = False
-    while True:
-        simulation = Simulation(
-            decisions=decisions,
-            hardware=hardware,
-            cluster=cluster,
-            programs=lower(decisions, micro_batches=played),
-            pricer=pricer or prices,
-            rates=rates or contending.rates,
-            loop=loop,
-        )
-        if micro_batches_played or simulation.steady or again:
-            return simulation.predicted() if predict else simulation
-        del simulation  # two of them would need twice the memory
-        played, again = whole_windows(layout, decisions.micro_batches, 2 * played), True
+    return Simulation(
+        decisions=decisions,
+        hardware=hardware,
+        cluster=cluster,
+        programs=lower(decisions, micro_batches=played),
+        pricer=pricer or prices,
+        rates=rates or NodeRates(hardware, cluster, local_devices, demands=prices.demands).rates,
+        loop=loop,
+        plays=plays,
+    )
 
 
 def _playbacks_of(simulation: ref[Simulation]) -> Callable[[], list[Playback]]:
@@ -121,7 +155,7 @@ def _playbacks_of(simulation: ref[Simulation]) -> Callable[[], list[Playback]]:
 
 
 def _again(played: int, parts: dict[str, Any]) -> Simulation:
-    """Return a simulation that was pickled."""
+    """Return a simulation with ``played`` micro-batches from its ``parts``."""
     return Simulation(programs=lower(parts["decisions"], micro_batches=played), **parts)
 
 
@@ -143,7 +177,9 @@ class Simulation:
         pricer: Prices,
         rates: Rates,
         loop: Loop = run,
+        plays: bool = True,
     ) -> None:
+        """``plays``: whether the plan is played at once, if it fits."""
         self.decisions = decisions
         self.hardware = hardware
         self.cluster = cluster
@@ -165,18 +201,23 @@ class Simulation:
                     pricer=pricer,
                     playbacks=playbacks,
                     number=number,
-                    plays=not stages or stages[-1].memory.fault is None,
+                    plays=plays and (not stages or stages[-1].memory.fault is None),
                 )
             )
         self.stages = tuple(stages)
         self._share_host()
-        self.steady = self._repeat()
+        if plays or self.memory.fault is not None:
+            _ = self.steady
 
     def __reduce__(self) -> tuple[Callable[..., Simulation], tuple[object, ...]]:
         """Pickle what the programs are lowered from: they have up to a hundred MB, and are lowered in a second."""
+        return _again, (self.stages[0].program.micro_batches, self.parts)
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What a simulation is made of beside its programs, which are lowered from it; SimPy's loop plays it."""
         parts: dict[str, Any] = {"decisions": self.decisions, "hardware": self.hardware, "cluster": self.cluster}
-        parts |= {"pricer": self._pricer, "rates": self._rates}
-        return _again, (self.stages[0].program.micro_batches, parts)
+        return parts | {"pricer": self._pricer, "rates": self._rates}
 
     @cached_property
     def prediction(self) -> Prediction:
@@ -188,8 +229,9 @@ class Simulation:
         _ = self.prediction
         return self
 
-    def _repeat(self) -> bool:
-        """Let a window of every stage stand for what is not played; return whether it was seen to be steady.
+    @cached_property
+    def steady(self) -> bool:
+        """Whether the plan was seen to be steady, after a window of every stage stands for what is not played.
 
         Without pipeline parallelism, three micro-batches show a period. A plan that does not fit is not played; its
         bytes can be counted with any window.

@@ -36,7 +36,7 @@ from memo_sim.contract.knobs import MemoryPolicy
 from memo_sim.contract.plan import Decisions, Layout, Prediction
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.units import GIB, KIB, format_bytes, format_percent, format_seconds, format_tokens
-from memo_sim.engine.simulate import simulate
+from memo_sim.engine.simulate import memory_alone
 from memo_sim.papers.longest import last_that_fits
 from memo_sim.planning.presets import FULL_SWAP, KEEP, SEQUENCE_AWARE, Policy
 from memo_sim.planning.question import Pins, Question
@@ -392,7 +392,7 @@ def _fpdt_layout(job: Job, tokens: int) -> str | None:
 def _first_that_fits(question: Question, offered: Sequence[Decisions]) -> str | None:
     """Return the layout of the first plan whose memory suffices, or None; nothing is played."""
     for each in offered:
-        if simulate(each, question.hardware, question.cluster, predict=False).memory.fault is None:
+        if memory_alone(each, question.hardware, question.cluster).memory.fault is None:
             return layout_label(each.layout)
     return None
 
@@ -518,7 +518,7 @@ def _kernel_efficiency(progress: Progress) -> Figure:
     for done, parts in enumerate(NUMBERS, start=1):
         layout = Layout(subsequences=parts, partition="length")
         decisions = Decisions(model=load_model("gpt-7b"), seq_tokens=LAYER_TOKENS, layout=layout)
-        forward_s[parts] = sum(part.forward_s for part in prices.parts(decisions))
+        forward_s[parts] = prices.forward_s(decisions)
         progress(done, len(NUMBERS))
     bubble_s = {parts: (STAGES - 1) * seconds / parts for parts, seconds in forward_s.items()}
     total_s = {parts: forward_s[parts] + bubble_s[parts] for parts in NUMBERS}

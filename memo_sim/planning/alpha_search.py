@@ -1,7 +1,8 @@
 """Finds the alpha that is fastest in the engine, over multiples of 1 / ``RESOLUTION``.
 
-With lower bounds, plans are not played when they cannot fit, or cannot be faster than the best plan so far. The result
-is the same.
+With lower bounds, plans are not played when they cannot fit, or cannot be faster than the best plan so far, nor where a
+few layers tell the step time (``engine/layers.py``). Of the plan that is found, the time is always the engine's. The
+result is the same.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from memo_sim.contract.plan import Decisions, Prediction
-from memo_sim.planning.lower_bounds import LowerBounds
+from memo_sim.planning.lower_bounds import ROUNDING, LowerBounds
 from memo_sim.planning.space import with_alpha
 from memo_sim.planning.subsequences import swap_each
 from memo_sim.program.layout.partition import partition, swapped_parts
@@ -18,7 +19,13 @@ from memo_sim.program.layout.partition import partition, swapped_parts
 RESOLUTION = 64
 STRIDES = (8, 1)
 """Strides of the descent. Step time has one valley, with small ripples where the rates of products change."""
+MOST_UNTOLD = 2
+"""Plans of a grid whose step time few layers do not tell, after which no others are asked for if none told."""
+
 Predict = Callable[[Decisions], Prediction]
+Refused = Callable[[Decisions], Prediction | None]
+Span = tuple[float, float]
+"""The least and the most step seconds of a plan, which differ by rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +74,19 @@ class AlphaSearch:
 
 
 class _Scan:
-    """The plans of a grid; each is predicted at most once."""
+    """The plans of a grid; each is played at most once, and only where few of its layers do not tell enough."""
 
-    def __init__(self, grid: Grid, predict: Predict, bounds: LowerBounds | None) -> None:
+    def __init__(self, grid: Grid, predict: Predict, refused: Refused | None, bounds: LowerBounds | None) -> None:
+        """``refused``: None where ``predict`` tells."""
         self.grid = grid
         self._predict = predict
+        self._refused = refused
         self._bounds = bounds
         self._seen: dict[int, tuple[Decisions, Prediction]] = {}
+        self._fitting: dict[int, Prediction | None] = {}
+        """Of plans that were not played: why they do not fit, or None."""
+        self._near: dict[int, Span | None] = {}
+        """Of plans that few layers were asked for: the step seconds, or None where these do not tell."""
 
     def at(self, step: int) -> tuple[Decisions, Prediction]:
         """Return the plan at a grid step, with its prediction."""
@@ -82,36 +95,83 @@ class _Scan:
             self._seen[step] = (decisions, self._predict(decisions))
         return self._seen[step]
 
-    def time_of(self, step: int, *, limit_s: float = float("inf")) -> float:
-        """Return the step time; infinite for plans that do not fit, or that cannot be faster than ``limit_s``."""
-        if step not in self._seen and self._is_no_faster(step, limit_s):
-            return float("inf")
+    def refusal(self, step: int) -> Prediction | None:
+        """Return the prediction at a grid step when its plan does not fit, else None; it is not played for that."""
+        if step in self._seen or self._refused is None:
+            prediction = self.at(step)[1]
+            return prediction if prediction.step_s is None else None
+        if step not in self._fitting:
+            self._fitting[step] = self._refused(self.grid.at(step))
+        return self._fitting[step]
+
+    def device_refuses(self, step: int) -> bool:
+        """Return whether the plan at a grid step needs more device memory than there is; it is not played for that."""
+        if step not in self._seen and self._bounds and self._bounds.lack_device(self.grid.at(step)):
+            return True
+        refusal = self.refusal(step)
+        return refusal is not None and refusal.status == "gpu_oom"
+
+    def is_faster(self, step: int, other: int) -> bool:
+        """Return whether the plan at ``step`` fits and is faster than the one at ``other``, which fits or was played.
+
+        It is played only where neither a few layers nor lower bounds tell, and the other one only where the two are
+        equal but for rounding.
+        """
+        least_s, most_s = self._span(other)
+        if step not in self._seen and self._bounds is not None:
+            plan = self.grid.at(step)
+            if self._bounds.lack_host(plan):
+                return False
+            near = self._of_few_layers(step)
+            if near is None:
+                if self._bounds.reach(plan, most_s):
+                    return False
+            elif near[0] >= most_s:
+                return False
+            elif near[1] < least_s:
+                return self.refusal(step) is None
+        step_s = self._step_s(step)
+        return step_s < least_s or (step_s < most_s and step_s < self._step_s(other))
+
+    def _span(self, step: int) -> Span:
+        """Return the least and the most step seconds of a plan that fits or was played; others are played."""
+        near = None if step in self._seen else self._of_few_layers(step)
+        return near or (self._step_s(step),) * 2
+
+    def _of_few_layers(self, step: int) -> Span | None:
+        """Return the least and the most step seconds of a plan if it fits; None where few layers do not tell.
+
+        With more swapped tokens more copies are late, and then layers do not repeat.
+        """
+        if self._bounds is None or step in self._near:
+            return self._near.get(step)
+        untold = [each for each, near in self._near.items() if near is None]
+        if step >= min(untold, default=step + 1) or len(untold) == len(self._near) == MOST_UNTOLD:
+            return None
+        step_s = self._bounds.of_few_layers(self.grid.at(step))
+        self._near[step] = None if step_s is None else (step_s * (1 - ROUNDING), step_s * (1 + ROUNDING))
+        return self._near[step]
+
+    def _step_s(self, step: int) -> float:
+        """Return the step time of a plan, which is played for it; infinite when it does not fit."""
         step_s = self.at(step)[1].step_s
         return step_s if step_s is not None else float("inf")
 
-    def _is_no_faster(self, step: int, limit_s: float) -> bool:
-        grid, bounds = self.grid, self._bounds
-        return bounds is not None and bounds.reach(grid.at(step), limit_s, base=grid.base)
-
-    def device_refuses(self, step: int) -> bool:
-        """Return whether the plan at a grid step needs more device memory than there is."""
-        if step not in self._seen and self._bounds and self._bounds.lack_device(self.grid.at(step)):
-            return True
-        return self.at(step)[1].status == "gpu_oom"
-
     def descend(self, starts: tuple[int, ...], lowest: int, highest: int) -> int:
-        """Return the fastest grid step downhill from the best of ``starts``: first long strides, then single steps."""
+        """Return the fastest grid step downhill from the best of ``starts``: first long strides, then single steps.
+
+        The plan at the first start fits or was played.
+        """
         best = starts[0]
         for start in starts[1:]:
-            if self.time_of(start, limit_s=self.time_of(best)) < self.time_of(best):
+            if self.is_faster(start, best):
                 best = start
         for stride in STRIDES:
             better = [best]
             while better:
-                best = min(better, key=self.time_of)
+                best = better[-1] if len(better) > 1 and self.is_faster(better[-1], better[0]) else better[0]
                 neighbours = [s for s in (best - stride, best + stride) if lowest <= s <= highest]
-                limit_s = self.time_of(best)
-                better = [s for s in neighbours if self.time_of(s, limit_s=limit_s) < limit_s]
+                better = [s for s in neighbours if self.is_faster(s, best)]
         return best
 
     def result(self, step: int) -> AlphaSearch:
@@ -125,6 +185,7 @@ def best_alpha(
     *,
     start: float,
     most: float = 1.0,
+    refused: Refused | None = None,
     bounds: LowerBounds | None = None,
     resolution: int = RESOLUTION,
 ) -> AlphaSearch:
@@ -133,12 +194,15 @@ def best_alpha(
     Step time falls with alpha (less recompute) until copies stall compute, then it rises. The search starts from
     ``start`` (the linear program's answer), from 0 and from ``most`` (what host memory may hold), over multiples of 1 /
     ``resolution``. A plan that does not fit counts as infinitely slow. When no plan fits, alpha is 0.
+
+    ``refused``: as ``predict``, of a plan that does not fit; None for one that fits. With it, memory needs no play.
     """
-    scan = _Scan(Grid.of(base, resolution), predict, bounds)
+    scan = _Scan(Grid.of(base, resolution), predict, refused, bounds)
     steps = scan.grid.steps
     starts = tuple(dict.fromkeys((round(most * steps), round(start * steps), 0)))
+    scan.at(starts[0])
     found = scan.descend(starts, 0, steps)
-    return scan.result(found if scan.time_of(found) < float("inf") else 0)
+    return scan.result(found if scan.refusal(found) is None else 0)
 
 
 def least_that_fits(refuses: Callable[[int], bool], lowest: int, highest: int) -> int:
@@ -161,18 +225,23 @@ def most_that_host_holds(grid: Grid, bounds: LowerBounds, lowest: int, highest: 
 
 
 def best_partial_swap(
-    base: Decisions, predict: Predict, *, bounds: LowerBounds | None = None, resolution: int = RESOLUTION
+    base: Decisions,
+    predict: Predict,
+    *,
+    refused: Refused | None = None,
+    bounds: LowerBounds | None = None,
+    resolution: int = RESOLUTION,
 ) -> AlphaSearch | None:
     """Return the fastest plan that swaps some tokens and keeps the others; None when ``base`` has too few rows.
 
     As alpha grows, device memory falls, and host memory and copies rise. A bisection finds the smallest alpha that fits
-    into device memory; the search for the fastest starts there and goes upward.
+    into device memory; the search for the fastest starts there and goes upward. ``refused``: see ``best_alpha``.
     """
-    scan = _Scan(Grid.of(base, resolution), predict, bounds)
+    scan = _Scan(Grid.of(base, resolution), predict, refused, bounds)
     lowest, highest = 1, scan.grid.steps - 1
     if highest < lowest:
         return None
     lowest = least_that_fits(scan.device_refuses, lowest, highest)
-    if scan.at(lowest)[1].status != "ok":
+    if scan.refusal(lowest) is not None:
         return scan.result(lowest)
     return scan.result(scan.descend((lowest,), lowest, scan.grid.steps - 1))

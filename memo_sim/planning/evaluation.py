@@ -105,7 +105,8 @@ class Evaluation:
         return replace(one, above=above, below=below)
 
     def _outcome(self, candidate: Candidate, rivals: Rivals) -> Evaluated | None:
-        policy, base, predict = candidate.policy, candidate.base, self._plays.predict
+        policy, base = candidate.policy, candidate.base
+        predict, refused = self._plays.predict, self._plays.refused
         if not self._aims.front:
             stands_back = policy in STAND_BACK and (policy.alpha is None or rivals.kept is not None)
             if stands_back and self._fits(swap_each(base, 0)):
@@ -116,7 +117,7 @@ class Evaluation:
             return Evaluated(policy, base, predict(base))
         bounds = self._bounds if self._aims.prune else None
         if policy.swaps_some:
-            partial = best_partial_swap(base, predict, bounds=bounds)
+            partial = best_partial_swap(base, predict, refused=refused, bounds=bounds)
             return Evaluated(policy, partial.decisions, partial.prediction) if partial else None
         grid = Grid.of(base)
         most = most_that_host_holds(grid, self._bounds, 0, grid.steps)
@@ -129,7 +130,8 @@ class Evaluation:
         states_bytes = self._bounds.host_states_bytes(base)
         program = _linear_program(self._question, base, simulation, states_bytes=states_bytes)
         del simulation  # hundreds of MB beside the next plan's
-        best = best_alpha(base, predict, start=program.alpha, most=most / grid.steps, bounds=bounds)
+        most_alpha = most / grid.steps
+        best = best_alpha(base, predict, start=program.alpha, most=most_alpha, refused=refused, bounds=bounds)
         # Swapping every token recomputes nothing. That is the full swap, which is a candidate of its own.
         full_swap = best.decisions.alpha == 1 and FULL_SWAP in policies(self._question)
         return None if full_swap else Evaluated(policy, best.decisions, best.prediction, program)

@@ -38,7 +38,7 @@ from memo_sim.planning.recent import Recent
 from memo_sim.planning.stage_alone import StagesAlone, stands_alone
 from memo_sim.planning.stage_passes import SCHEDULES, ChunkSeconds, StagePasses, least_chunk
 from memo_sim.planning.step_ends import KEPT, StepEnd, StepEnds
-from memo_sim.planning.subsequences import part_prices
+from memo_sim.planning.subsequences import PartTimes, part_prices
 from memo_sim.planning.w_pass_bytes import waiting_bytes
 from memo_sim.planning.window_bytes import WindowBytes
 from memo_sim.program.attention.ring import step_works
@@ -119,8 +119,6 @@ class LowerBounds:
         """The compute lane's part of passes, by ``of_one_pass`` and what else of the layout it depends on."""
         self._known_parts: Recent[tuple[Decisions, bool], _Parts] = Recent(MOST_PARTS)
         """By plan, and whether with lanes beside compute."""
-        self._not_repeated: set[Decisions] = set()
-        """Plans of which an alpha's layers were not seen to repeat; others of their alphas are not lowered for that."""
         self._hardware = hardware
         rates = NodeRates(hardware, cluster)
         beside = {"copy_s": Lane.D2H, "collective_s": Lane.TP, "p2p_s": Lane.P2P}
@@ -327,10 +325,11 @@ class LowerBounds:
             return LowerBound(0.0, device if counts_device else self._states(decisions)[0], host)
         device, host = self._states(decisions)
         waiting = self._before_w_passes(decisions)
-        parts = self._layers(decisions)
+        parts = self._layers(decisions, _shortest_stage(decisions))
         if counts_device:
             device += max(self._held_bytes(parts), self._in_flight(decisions))
-        return LowerBound(0.0, max(device, waiting), (host + self._swapped_bytes(parts)) * self._local(decisions))
+        swapped = self._swapped_bytes(decisions, parts)
+        return LowerBound(0.0, max(device, waiting), (host + swapped) * self._local(decisions))
 
     def _before_w_passes(self, decisions: Decisions) -> int:
         """Return a lower bound of a device's bytes before the first W pass, under every policy; 0 where none is known.
@@ -365,16 +364,14 @@ class LowerBounds:
         """Return the bytes of one rank's states in host memory."""
         return self._states(decisions)[1]
 
-    def reach(self, decisions: Decisions, limit_s: float, *, base: Decisions) -> bool:
-        """Return whether the plan, an alpha of ``base``, is known not to fit, or to take at least ``limit_s``."""
+    def of_few_layers(self, decisions: Decisions) -> float | None:
+        """Return the step seconds of a plan if it fits, but for ``ROUNDING``; None where few layers do not tell."""
+        return step_s_of_few_layers(decisions, self._hardware, self._cluster)
+
+    def reach(self, decisions: Decisions, limit_s: float) -> bool:
+        """Return whether the plan is known not to fit, or to take at least ``limit_s``."""
         if self.lack_host(decisions):
             return True
-        if limit_s < inf and base not in self._not_repeated:
-            repeated_s = step_s_of_few_layers(decisions, self._hardware, self._cluster)
-            if repeated_s is None:
-                self._not_repeated.add(base)
-            elif repeated_s * (1 - ROUNDING) >= limit_s:
-                return True
         bound = self.of(decisions)
         if bound.step_s >= limit_s or self.shortfall_bytes(bound) > 0:
             return True
@@ -430,28 +427,41 @@ class LowerBounds:
         """Return whether host memory is known to be too small for the states and what one micro-batch swaps."""
         if decisions.offload_window:
             return self._in_window(decisions)[1] > self.host_room_bytes
-        host = self._states(decisions)[1] + self._swapped_bytes(self._layers(decisions))
+        parts = self._layers(decisions, _shortest_stage(decisions))
+        host = self._states(decisions)[1] + self._swapped_bytes(decisions, parts)
         return host * self._local(decisions) > self.host_room_bytes
 
-    def _layers(self, decisions: Decisions) -> list[Activations]:
-        """Return the activations of one micro-batch on a stage with the fewest layers: of every subsequence and kind.
+    def _layers(self, decisions: Decisions, stage: Stage) -> list[Activations]:
+        """Return the activations of one micro-batch on a stage: of every subsequence and kind.
 
         The first subsequence's come first.
         """
-        stage, shape = _shortest_stage(decisions), shape_of(decisions)
+        shape = shape_of(decisions)
         return [
             Activations(decisions, part.shape.of_layer(kind.shape), 1, stage, kind, part)
             for part in subsequences_of(decisions, shape)
             for kind in layers_by_kind(decisions.model, stage)
         ]
 
-    def _swapped_bytes(self, parts: list[Activations]) -> int:
-        """Return a lower bound of the bytes that one micro-batch of a stage swaps, without lowering anything.
+    def _swapped_bytes(self, decisions: Decisions, shortest: list[Activations]) -> int:
+        """Return a lower bound of the bytes that one micro-batch of any stage swaps, without lowering anything.
+
+        ``shortest``: the layers of a shortest stage. Where layers differ, another stage may swap less.
+        """
+        if decisions.layout.multiplexed:
+            return 0
+        stages = _unlike_stages(decisions)
+        return (
+            min(self._swapped_on(self._layers(decisions, each)) for each in stages)
+            if stages
+            else self._swapped_on(shortest)
+        )
+
+    def _swapped_on(self, parts: list[Activations]) -> int:
+        """Return a lower bound of the bytes that one micro-batch of a stage swaps; ``parts``: its layers.
 
         The layers in the rounding buffers stay, for all subsequences.
         """
-        if parts[0].decisions.layout.multiplexed:
-            return 0
         layer = [self._layer_bytes(each) for each in parts]
         return max(0, _in_all_layers(parts, layer) - ROUNDING_BUFFERS * max(layer))
 
@@ -528,7 +538,7 @@ class LowerBounds:
             some = [[self.passes.held(decisions, [each] * count) for count in ALONE] for each in model.layer_shapes]
             added = min((more.device_bytes - fewer.device_bytes) / (ALONE[1] - ALONE[0]) for fewer, more in some)
             return self.passes.held(decisions, layers), added
-        activations = self._layers(decisions)
+        activations = self._layers(decisions, _shortest_stage(decisions))
         kinds = {each.layers.number for each in activations}
         of_kinds = [[a for a in activations if a.layers.number == number] for number in kinds]
         kept_bytes = min(sum(f.bytes for each in parts for f in each.families()) for parts in of_kinds)
@@ -541,21 +551,13 @@ class LowerBounds:
 
         When rows are cut into blocks, collectives are cut too. Collectives and waits are then left out.
         """
-        parts = self._prices.parts(decisions)
         in_blocks = decisions.recompute == "tokenwise" or decisions.mlp_chunk_tokens > 0
-        times_s = {
-            "compute_s": sum(part.forward_compute_s + part.backward_compute_s for part in parts),
-            "forward_s": sum(part.forward_compute_s for part in parts),
-            "first_forward_s": parts[0].forward_compute_s,
-            "first_compute_s": parts[0].forward_compute_s + parts[0].backward_compute_s,
-        }
-        if not in_blocks:
-            times_s["idle_s"] = sum(part.idle_s for part in parts)
-            times_s["collective_s"] = sum(part.forward_s + part.backward_s for part in parts) - times_s["compute_s"]
-        layer = Pass(**{f.name: times_s.get(f.name, 0.0) for f in fields(Pass)})
-        layers, head_s = _times(layer, decisions.model.layers), sum(part.head_compute_s for part in parts)
+        of_kinds = [self._prices.parts(decisions, kind) for kind in range(len(decisions.model.layer_shapes))]
+        each = tuple(_of_subsequences(parts, in_blocks=in_blocks) for parts in of_kinds)
+        layers = _sum([each[kind] for kind in decisions.model.layer_kinds])
+        head_s = sum(part.head_compute_s for part in of_kinds[0])
         whole = replace(layers, compute_s=layers.compute_s + head_s, head_s=head_s)
-        return _Parts(whole, (layer,) * len(decisions.model.layer_shapes))
+        return _Parts(whole, each)
 
     def _bound(self, decisions: Decisions, high: Decisions, parts: _Parts) -> LowerBound:
         """Return the bounds of ``between``, whose fewest swapped rows are those of ``decisions``."""
@@ -577,10 +579,14 @@ class LowerBounds:
         held_bytes = min(held.device_bytes for held, _ in found)
         least = 0 if decisions.modules == "huggingface" else held_bytes - written_over
         layer_bytes = min(added for _, added in found)
+        if _unlike_stages(decisions):  # of which others may swap less than the one above
+            host_bytes = min(self.memory(each).host_bytes_per_node for each in dict.fromkeys((decisions, high)))
+        else:
+            host_bytes = (host + min(held.host_bytes for held, _ in found)) * self._local(decisions)
         return LowerBound(
             step_s=self._step_s(decisions, parts.whole, parts.layers, ends),
             device_bytes=device + int(max(least, in_flight * layer_bytes, self._in_flight(high))),
-            host_bytes_per_node=(host + min(held.host_bytes for held, _ in found)) * self._local(decisions),
+            host_bytes_per_node=host_bytes,
         )
 
     def _in_flight(self, decisions: Decisions) -> int:
@@ -733,6 +739,20 @@ class LowerBounds:
         return self._blocks[alike]
 
 
+def _of_subsequences(parts: Sequence[PartTimes], *, in_blocks: bool) -> Pass:
+    """Return the pass of all subsequences through one layer; ``in_blocks``: without collectives and waits for them."""
+    times_s = {
+        "compute_s": sum(part.forward_compute_s + part.backward_compute_s for part in parts),
+        "forward_s": sum(part.forward_compute_s for part in parts),
+        "first_forward_s": parts[0].forward_compute_s,
+        "first_compute_s": parts[0].forward_compute_s + parts[0].backward_compute_s,
+    }
+    if not in_blocks:
+        times_s["idle_s"] = sum(part.idle_s for part in parts)
+        times_s["collective_s"] = sum(part.collective_s for part in parts)
+    return Pass(**{f.name: times_s.get(f.name, 0.0) for f in fields(Pass)})
+
+
 @lru_cache(maxsize=64)
 def _at_any_alpha(policies: tuple[Policy, ...]) -> tuple[Policy, ...]:
     """Return the policies without what they say of alpha; thousands of layouts have the same."""
@@ -759,6 +779,14 @@ def _states_bytes(optimizer: Optimizer, absent: frozenset[FamilyKind]) -> tuple[
 def _shortest_stage(decisions: Decisions) -> Stage:
     """Return the first pipeline stage with the fewest layers."""
     return min(stages_of(decisions), key=lambda stage: len(stage.layers))
+
+
+def _unlike_stages(decisions: Decisions) -> list[Stage]:
+    """Return a stage with each of the lists of layer kinds that stages have; empty where all layers are alike."""
+    kinds = decisions.model.layer_kinds
+    if decisions.layout.pp == 1 or len(decisions.model.layer_shapes) == 1:
+        return []
+    return list({tuple(kinds[n] for n in stage.layers): stage for stage in stages_of(decisions)}.values())
 
 
 def _fullest_stages(decisions: Decisions) -> list[int]:

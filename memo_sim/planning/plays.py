@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.engine.fast_loop import run_fast
-from memo_sim.engine.simulate import Simulation, simulate
+from memo_sim.engine.simulate import Simulation, memory_alone, simulate
 from memo_sim.planning.outcome import Evaluated, SearchResult, ranked_s
 from memo_sim.planning.presets import KEEP
 from memo_sim.planning.question import Question
@@ -29,6 +29,8 @@ class Plays:
         """The plans whose predictions the candidates asked for, in this order."""
         self.between: Callable[[], None] = _nothing
         """What to do after each play."""
+        self._begun: Simulation | None = None
+        """The last plan that fits whose memory alone was asked for, if its play may follow."""
 
     def predict(self, decisions: Decisions) -> Prediction:
         """Return the engine's prediction; each plan is played once."""
@@ -42,9 +44,12 @@ class Plays:
 
         A long one is kept only until the next plan is played: two of them would need twice the memory.
         """
-        if self.fastest is not None and self.fastest.instructions_played > MOST_KEPT:
-            self.fastest = None
-        simulation = simulate(decisions, self._question.hardware, self._question.cluster, loop=run_fast)
+        begun, self._begun = self._begun, None
+        if begun is not None and begun.decisions != decisions:
+            begun = None
+        self._make_room()
+        simulation = simulate(decisions, self._question.hardware, self._question.cluster, loop=run_fast, begun=begun)
+        del begun
         self.known[decisions] = simulation.prediction
         self.used[decisions] = None
         self.between()
@@ -53,11 +58,26 @@ class Plays:
         return simulation
 
     def refused(self, decisions: Decisions) -> Prediction | None:
-        """Return the prediction of a plan that does not fit; for other plans, only one that is already known."""
+        """Return the prediction of a plan that runs out of memory; None for one that fits, which is not played."""
         if decisions in self.known:
-            return self.known[decisions]
-        simulation = simulate(decisions, self._question.hardware, self._question.cluster, predict=False)
-        return simulation.prediction if simulation.memory.fault else None
+            prediction = self.known[decisions]
+            return prediction if prediction.step_s is None else None
+        if self._begun is not None and self._begun.decisions == decisions:
+            return None
+        self._make_room()
+        simulation = memory_alone(decisions, self._question.hardware, self._question.cluster, loop=run_fast)
+        if simulation.memory.fault is None:
+            self._begun = simulation
+            return None
+        self.known[decisions] = simulation.prediction
+        return simulation.prediction
+
+    def _make_room(self) -> None:
+        """Let go of simulations of long plans, before another one is made."""
+        if self.fastest is not None and self.fastest.instructions_played > MOST_KEPT:
+            self.fastest = None
+        if self._begun is not None and self._begun.instructions_played > MOST_KEPT:
+            self._begun = None
 
     def known_among(self, plans: Collection[Decisions]) -> dict[Decisions, Prediction]:
         """Return the predictions of those plans that need not be played again."""
@@ -69,7 +89,7 @@ class Plays:
 
     def stand_aside(self) -> None:
         """Play for the search of another process: no simulation is kept, and nothing is done between plays."""
-        self.fastest, self.between = None, _nothing
+        self.fastest, self.between, self._begun = None, _nothing, None
 
     @contextmanager
     def apart(self) -> Iterator[dict[Decisions, None]]:

@@ -125,6 +125,5 @@ def _choice(question: Question, prices: PartPrices, sp: int, pp: int, number: in
     kernel = attention_kernel(question)
     whole = msgspec.structs.replace(base, layout=msgspec.structs.replace(layout, subsequences=1))
     groups = head_groups(shape_of(whole), whole, kernel)
-    parts = prices.parts(msgspec.structs.replace(base, kernels=Kernels(attention=kernel, head_groups=groups)))
-    layer_s = sum(part.forward_s + part.backward_s for part in parts)
+    layer_s = prices.layer_s(msgspec.structs.replace(base, kernels=Kernels(attention=kernel, head_groups=groups)))
     return Choice(sp, pp, number, layer_s * (question.model.layers // pp))

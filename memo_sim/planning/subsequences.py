@@ -14,8 +14,9 @@ tokens.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import reduce
 from itertools import accumulate
 from operator import add
@@ -24,6 +25,7 @@ import msgspec
 
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
+from memo_sim.contract.layer_shape import LayerShape
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.costs.pricing import Pricer
 from memo_sim.planning.bandwidth import offload_bandwidth
@@ -32,6 +34,7 @@ from memo_sim.planning.question import Question
 from memo_sim.program.ir.instruction import Instruction, Lane, Mode, Template
 from memo_sim.program.ir.work import Attention, Collective, WindowedAttention, Work
 from memo_sim.program.layers.kinds import skeletal_of
+from memo_sim.program.layout.expert_load import BALANCED
 from memo_sim.program.layout.partition import partition, swapped_parts
 from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.layout.stage import stages_of
@@ -64,6 +67,14 @@ class PartTimes:
     """Lower bound of compute's waits for collectives between two kernels, in both passes, without row blocks."""
     head_compute_s: float
     """Seconds of the compute lane for the head and the loss, forward and backward."""
+    exchanges_s: float = 0.0
+    """Part of forward and backward: collectives between the ranks that divide experts, on a lane of their own."""
+
+    @property
+    def collective_s(self) -> float:
+        """Seconds of the collectives in both passes, on the lane that has more."""
+        beside_s = self.forward_s + self.backward_s - (self.forward_compute_s + self.backward_compute_s)
+        return max(beside_s - self.exchanges_s, self.exchanges_s) if self.exchanges_s else beside_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,19 +85,26 @@ class _Works:
     collective: tuple[tuple[Work, ...], tuple[Work, ...]]
     waited_for: tuple[tuple[Work, ...], ...]
     head: tuple[Work, ...]
+    exchanges: tuple[tuple[Work, ...], tuple[Work, ...]]
+    """Exchanges of experts' rows."""
 
     @classmethod
-    def of(cls, alone: Decisions) -> _Works:
-        """Return the work of a plan with one subsequence."""
+    def of(cls, alone: Decisions, window: int) -> _Works:
+        """Return the work of a plan with one subsequence, whose tokens have a ``window`` unless that is 0.
+
+        The window may be longer than the subsequence, which then has none for itself.
+        """
         (stage,) = stages_of(alone)
         _, templates = stage_templates(alone, shape_of(alone), stage, 1, made={}, with_end=False)
         named = {template.name: template for template in templates}
         forward, backward, head = named["layer.fwd"], named["layer.bwd"], named["head"]
+        forward_works, backward_works = (_on_lane(each, Lane.COMPUTE) for each in (forward, backward))
         return cls(
-            (_on_lane(forward, Lane.COMPUTE), _on_lane(backward, Lane.COMPUTE)),
+            (_in_window(forward_works, window), _in_window(backward_works, window)),
             (_on_lane(forward, Lane.TP, Lane.ULYSSES), _on_lane(backward, Lane.TP, Lane.ULYSSES)),
             tuple(each for template in (forward, backward) for each in waited_for(template) if not _of_cp(each)),
             _on_lane(head, Lane.COMPUTE),
+            (_on_lane(forward, Lane.EP), _on_lane(backward, Lane.EP)),
         )
 
 
@@ -99,6 +117,7 @@ class _Priced:
     beside_s: tuple[float, ...]
     idle_s: float
     head_s: float
+    exchanges_s: tuple[float, ...]
 
     @classmethod
     def of(cls, works: _Works, pricer: Pricer) -> _Priced:
@@ -109,11 +128,14 @@ class _Priced:
             tuple(reduce(add, map(seconds, each), 0.0) for each in works.collective),
             sum(max(map(seconds, each)) for each in works.waited_for),
             reduce(add, map(seconds, works.head), 0.0),
+            tuple(reduce(add, map(seconds, each), 0.0) for each in works.exchanges),
         )
 
 
 class PartPrices:
     """Prices layers of subsequences: like a sequence of as many tokens, plus attention to the keys of the prefix.
+
+    Experts are those of such a sequence: each subsequence is routed and exchanged by itself.
 
     Plans that differ only in what they keep, swap or recompute, or in the order of their stages, are priced once.
     """
@@ -122,11 +144,11 @@ class PartPrices:
         self.hardware = hardware
         self.cluster = cluster
         self._pricers = Pricers(hardware, cluster)
-        self._alone: dict[Decisions, _Works] = {}
-        self._known: dict[Decisions, list[PartTimes]] = {}
+        self._alone: dict[tuple[Decisions, int], _Works] = {}
+        self._known: dict[tuple[Decisions, int], list[PartTimes]] = {}
 
-    def parts(self, decisions: Decisions) -> list[PartTimes]:
-        """Return the times of every subsequence.
+    def parts(self, decisions: Decisions, kind: int = 0) -> list[PartTimes]:
+        """Return the times of every subsequence in a layer of the model's layer kind ``kind``.
 
         Raises:
             Infeasible: when the layout does not divide the model or the sequence, there are fewer granules than
@@ -144,23 +166,57 @@ class PartPrices:
             offload_window=0,
             memory_policy="planned",
         )
-        if alike not in self._known:
+        key, layer = (alike, kind), decisions.model.layer_shapes[kind]
+        if key not in self._known:
             sizes = partition(decisions)
             pricer = self._pricers.of(decisions)
-            priced = {tokens: _Priced.of(self._works(alike, tokens), pricer) for tokens in dict.fromkeys(sizes)}
+            priced = {tokens: _Priced.of(self._works(alike, layer, tokens), pricer) for tokens in dict.fromkeys(sizes)}
             starts = [0, *accumulate(sizes)]
-            self._known[alike] = [
+            self._known[key] = [
                 _part(alike, pricer, priced[tokens], start, tokens)
                 for start, tokens in zip(starts, sizes, strict=False)
             ]
-        return self._known[alike]
+        return self._known[key]
 
-    def _works(self, decisions: Decisions, tokens: int) -> _Works:
-        """Return the work of a subsequence of ``tokens`` that has no earlier keys."""
+    def forward_s(self, decisions: Decisions) -> float:
+        """Return the seconds of all subsequences' forwards in the average layer.
+
+        Raises:
+            Infeasible: as ``parts``.
+        """
+        return self._mean(decisions, lambda part: part.forward_s)
+
+    def layer_s(self, decisions: Decisions) -> float:
+        """Return the seconds of all subsequences' forwards and backwards in the average layer.
+
+        Raises:
+            Infeasible: as ``parts``.
+        """
+        return self._mean(decisions, lambda part: part.forward_s + part.backward_s)
+
+    def _mean(self, decisions: Decisions, seconds: Callable[[PartTimes], float]) -> float:
+        """Return the sum over all subsequences in the average layer."""
+        counts = Counter(decisions.model.layer_kinds)
+        of_kinds = {kind: sum(map(seconds, self.parts(decisions, kind))) for kind in counts}
+        if len(of_kinds) == 1:
+            return of_kinds.popitem()[1]
+        return sum(counts[kind] * each for kind, each in of_kinds.items()) / decisions.model.layers
+
+    def _works(self, decisions: Decisions, layer: LayerShape, tokens: int) -> _Works:
+        """Return the work of a subsequence of ``tokens`` that has no earlier keys, in layers of the shape ``layer``."""
         layout, sequences = decisions.layout, decisions.micro_batch
+        window = layer.window if layer.window < decisions.seq_tokens else 0
+        divided = layer.experts is not None and layout.ep > 1  # over replicas, which have other experts of the layer
+        if not divided:
+            decisions = msgspec.structs.replace(
+                decisions, expert_capacity=0.0, expert_overflow="drop", expert_overlap=False
+            )
+        if layer.experts is None:
+            decisions = msgspec.structs.replace(decisions, expert_load=BALANCED, fp8_experts=False)
+        dp = layout.dp if divided else 1
         alone = msgspec.structs.replace(
             decisions,
-            model=decisions.model.of_layers([decisions.model.layer(0)] * 2),
+            model=decisions.model.of_layers([layer] * 2),
             layout=Layout(
                 tp=layout.tp,
                 sequence_parallel=layout.sequence_parallel,
@@ -168,13 +224,16 @@ class PartPrices:
                 cp_exchange=layout.cp_exchange,
                 ulysses=layout.ulysses,
                 uneven_heads=layout.uneven_heads,
+                dp=dp,
+                ep=layout.ep if divided else 1,
+                expert_tp=layout.expert_tp if divided else 0,
             ),
             seq_tokens=tokens * layout.cp * layout.ulysses // sequences,
-            global_batch=sequences,
+            global_batch=sequences * dp,
         )
-        if alone not in self._alone:
-            self._alone[alone] = _Works.of(alone)
-        return self._alone[alone]
+        if (alone, window) not in self._alone:
+            self._alone[alone, window] = _Works.of(alone, window)
+        return self._alone[alone, window]
 
 
 def _part(decisions: Decisions, pricer: Pricer, priced: _Priced, start: int, tokens: int) -> PartTimes:
@@ -183,8 +242,12 @@ def _part(decisions: Decisions, pricer: Pricer, priced: _Priced, start: int, tok
     # Queries meet the earlier keys of each rank in a call of their own, or those of all ranks in one.
     calls = 1 if layout.cp_exchange == "all_gather" else layout.cp
     compute_s = [_seconds(each, pricer, earlier * layout.cp // calls, calls) for each in priced.compute]
-    forward_s, backward_s = (busy + waits for busy, waits in zip(compute_s, priced.beside_s, strict=True))
-    return PartTimes(tokens, forward_s, backward_s, compute_s[0], compute_s[1], priced.idle_s, priced.head_s)
+    forward_s, backward_s = (
+        busy + (waits + exchanges)
+        for busy, waits, exchanges in zip(compute_s, priced.beside_s, priced.exchanges_s, strict=True)
+    )
+    busy = compute_s[0], compute_s[1], priced.idle_s, priced.head_s
+    return PartTimes(tokens, forward_s, backward_s, *busy, sum(priced.exchanges_s))
 
 
 _PREPARED = 4
@@ -209,6 +272,18 @@ def _of_cp(works: tuple[Work, ...]) -> bool:
 
 def _on_lane(template: Template, *lanes: Lane) -> tuple[Work, ...]:
     return tuple(instruction.work for instruction in template.instructions if instruction.lane in lanes)
+
+
+def _in_window(works: tuple[Work, ...], window: int) -> tuple[Work, ...]:
+    """Return works in which causal attention has a window, unless that is 0."""
+    if not window:
+        return works
+    return tuple(
+        WindowedAttention(**{f.name: getattr(work, f.name) for f in fields(work)}, window=window)
+        if type(work) is Attention and work.mask == "causal"
+        else work
+        for work in works
+    )
 
 
 def _with_earlier(work: Work) -> Attention | None:
@@ -325,20 +400,26 @@ def hidden_tokens(question: Question, decisions: Decisions, prices: PartPrices) 
     Raises:
         Infeasible: as ``PartPrices.parts``.
     """
-    parts = prices.parts(decisions)
-    token_bytes = offloaded_bytes(decisions)
-    bandwidth = offload_bandwidth(question, decisions, int(token_bytes * decisions.local_tokens / len(parts)))
-    return bandwidth * sum(part.forward_s for part in parts) / len(parts) / token_bytes
+    parts, token_bytes = decisions.layout.subsequences, offloaded_bytes(decisions)
+    bandwidth = offload_bandwidth(question, decisions, int(token_bytes * decisions.local_tokens / parts))
+    return bandwidth * prices.forward_s(decisions) / parts / token_bytes
 
 
 def offloaded_bytes(decisions: Decisions) -> float:
     """Return the bytes per layer and token that one rank may offload: those of all skeletal tensors.
 
+    Where layers differ, these are those of the average layer.
+
     The KV cache of the prefix is not offloaded, because every later subsequence reads it (SPPO 5.1).
     """
     first = subsequences_of(decisions, shape_of(decisions))[0].shape
-    tensors = skeletal_of(decisions, first, decisions.model.layer(0))
-    return sum(swapped_bytes(decisions, tensor) for tensor in tensors) / first.tokens
+    model = decisions.model
+    of_kinds = [
+        sum(swapped_bytes(decisions, tensor) for tensor in skeletal_of(decisions, first, layer))
+        for layer in model.layer_shapes
+    ]
+    whole = of_kinds[0] if len(of_kinds) == 1 else sum(of_kinds[kind] for kind in model.layer_kinds) / model.layers
+    return whole / first.tokens
 
 
 def swap_each(decisions: Decisions, tokens: int) -> Decisions:

@@ -27,8 +27,9 @@ from memo_sim.program.layout.expert_load import (
     sizes_of,
 )
 from memo_sim.program.layout.rank_order import EP
-from memo_sim.program.layout.rowwise_blocks import is_rowwise, routed_at_once
+from memo_sim.program.layout.rowwise_blocks import is_rowwise, routed_at_once, routed_unit
 from memo_sim.program.layout.shape import shape_of
+from memo_sim.program.layout.subsequence import subsequences_of
 
 UNITS = ((1e9, " billion"), (1e6, " million"), (1.0, ""))
 
@@ -62,7 +63,7 @@ def experts(question: Question, simulation: Simulation) -> list[str]:
     if layout.ep > 1:
         return [f"{text} {_divided(simulation, of, rows, taken - even)}"]
     if decisions.expert_load == BALANCED:
-        unit = "" if len(routed_at_once(decisions)) == 1 else " of a row block"
+        unit = "" if (part := routed_unit(decisions)) == "layer" else f" of a {part}"
         even_rows = f"{rows / of.count:,.0f} rows{unit}"
         return [f"{text} Every expert is assumed to get {even_rows}; --expert-load says otherwise."]
     most = rows_of(of, rows, decisions.expert_load)[0]
@@ -74,16 +75,18 @@ def experts(question: Question, simulation: Simulation) -> list[str]:
 def _divided(simulation: Simulation, of: Experts, rows: int, more_s: float) -> str:
     """Say what expert parallelism exchanges, and what an uneven load and the capacity cost.
 
-    ``rows``: those of one rank that are dispatched at once, of a layer or of a row block.
+    ``rows``: those of one rank that are dispatched at once, of a layer, of a subsequence or of a row block.
     """
     decisions, ep = simulation.decisions, simulation.decisions.layout.ep
     layer = next(each for each in decisions.model.layer_shapes if each.experts)
-    load, whole = decisions.expert_load, shape_of(decisions)
-    in_blocks = is_rowwise(decisions)
-    shape = of_a_block(decisions, whole) if in_blocks else whole
+    load = decisions.expert_load
+    unit = "row block" if is_rowwise(decisions) else routed_unit(decisions)
+    shape = max((each.shape for each in subsequences_of(decisions, shape_of(decisions))), key=lambda s: s.tokens)
+    if is_rowwise(decisions):
+        shape = of_a_block(decisions, shape)
     received = received_rows(of, rows, load, ep, shape.of_layer(layer).pair_rows)
     capacity = shape.of_layer(layer).expert_rows
-    unit, what = ("row block", "a block's tensors") if in_blocks else ("layer", "a layer's kept tensors")
+    what = {"row block": "a block's tensors"}.get(unit, f"a {unit}'s kept tensors")
     moved = [float(np.sum(s.per_instruction(_exchanged_bytes) * s.weights)) for s in simulation.stages]
     waited = sum(
         s.seconds for s in simulation.prediction.stalls if (s.lane, s.waits_for) == ("compute", "experts.all_to_all")

@@ -15,8 +15,8 @@ from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
 from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.interpreter.lanes import Progress
+from memo_exec.interpreter.prepared import Prepared
 from memo_exec.kernels import StepScalars
-from memo_exec.memory.binding import Bound
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.analysis.edges import Edges, derive_edges
@@ -36,12 +36,12 @@ class Late(Interpreter):
 
     late: frozenset[Lane] = frozenset()
 
-    def _play_one(self, lane: Lane, bound: Bound, progress: Progress) -> None:
+    def _play_one(self, lane: Lane, prepared: Prepared, progress: Progress) -> None:
         if lane in self.late:
-            for other, producer in bound.waits:
+            for other, producer in prepared.bound.waits:
                 progress.wait(other, producer)
             time.sleep(LATE_S)
-        super()._play_one(lane, bound, progress)
+        super()._play_one(lane, prepared, progress)
 
 
 def in_program_order(program: Program) -> Edges:

@@ -119,7 +119,7 @@ def test_too_many_buffers_are_not_searched() -> None:
 
 
 @pytest.mark.parametrize("chunk", [2, 512])
-def test_both_checks_of_addresses_agree(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_checks_of_addresses_agree(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checker, "CHUNK", chunk)
     random = np.random.default_rng(1)
     found = 0
@@ -132,9 +132,11 @@ def test_both_checks_of_addresses_agree(chunk: int, monkeypatch: pytest.MonkeyPa
         placement = placed(requests, problem, offsets)
         pairs, neighbours = checker._pairs_that_overlap(placement), checker._neighbours_that_overlap(placement)
         assert bool(pairs) == bool(neighbours)
+        assert checker._take_turns(placement, most=10**6) is not bool(pairs)
         assert named(neighbours) <= named(pairs)
         found += bool(pairs)
     assert found > 10
+    assert not checker._take_turns(placed(requests, problem, in_size_classes(problem)), most=60)  # in more pieces
     monkeypatch.setattr(checker, "MOST_PAIRS", 0)
     assert checker._overlaps(placement) == neighbours
 

@@ -1,8 +1,10 @@
 """Checks a placement independently of its solver: enumerates every way in which it can be wrong, pair by pair.
 
-The check is simple on purpose, and shares no code with the solvers. It compares every pair of buffers that live at the
-same time; where these are too many, it walks through time and compares each birth with its neighbours in address. The
-executor runs it before it uses a placement.
+The check is simple on purpose, and shares no code with the solvers. It cuts addresses into pieces at every start and
+end of a buffer, and looks in each piece whether a buffer is born before the one before it is dead. Where that is so, or
+where buffers have too many pieces, it compares every pair of buffers that live at the same time; where these are too
+many, it walks through time and compares each birth with its neighbours in address. The executor runs it before it uses
+a placement.
 """
 
 from __future__ import annotations
@@ -137,7 +139,33 @@ def _overlaps(placement: Placement) -> list[str]:
     lower, upper = np.sort(lower[~lasting]), upper[~lasting]
     pairs = int((np.searchsorted(lower, upper) - np.searchsorted(lower, lower)).sum())
     rest = _chosen(placement, np.flatnonzero(~lasting)) if lasting.any() else placement
+    if _take_turns(rest, most=min(pairs, MOST_PAIRS)):
+        return []
     return _pairs_that_overlap(rest) if pairs <= MOST_PAIRS else _neighbours_that_overlap(rest)
+
+
+def _take_turns(placement: Placement, *, most: int) -> bool:
+    """Return whether slots in every piece of addresses live one after the other; False for more than ``most`` pieces.
+
+    Pieces end where any slot starts or ends. Two slots that share an address share a piece. If two slots of a piece
+    overlap in time, so do two that are born one after the other.
+    """
+    lower, upper, start, size = (
+        np.array(column, dtype=np.int64)
+        for column in (placement.lower, placement.upper, placement.offset_bytes, placement.size_bytes)
+    )
+    order = np.argsort(lower, kind="stable")
+    lower, upper, start, end = (each[order] for each in (lower, upper, start, start + size))
+    cuts = np.unique(np.concatenate([start, end]))
+    first = np.searchsorted(cuts, start)
+    count = np.searchsorted(cuts, end) - first
+    if int(count.sum()) > most:
+        return False
+    slot = np.repeat(np.arange(len(order)), count)
+    piece = np.arange(len(slot)) - np.repeat(np.cumsum(count) - count - first, count)
+    by_piece = np.argsort(piece, kind="stable")  # in each piece by birth
+    slot, piece = slot[by_piece], piece[by_piece]
+    return not bool(((piece[1:] == piece[:-1]) & (lower[slot[1:]] < upper[slot[:-1]])).any())
 
 
 def _chosen(placement: Placement, rows: np.ndarray) -> Placement:

@@ -16,31 +16,18 @@ Where ranks divide the experts (``expert_exchange.py``), each block has seats an
 So a rank can send to each rank as many rows of a block as the capacity says, and rows beyond it have no seat.
 Recompute seats a block as forward did, because the router decides from the same bits.
 
-A loss of balance multiplies scores by the rows that experts get of all tokens. Forward sums these over blocks, a number
-for each expert, and keeps them for backward.
+For a loss of balance forward sums the rows that experts get over blocks (``expert_ends.py``).
 """
 
 from __future__ import annotations
 
 from memo_sim.contract.experts import Experts
-from memo_sim.contract.units import DTYPE_BYTES
-from memo_sim.program.ir.builder import Rows, reads, writes
-from memo_sim.program.ir.instruction import Lane
+from memo_sim.program.ir.builder import Rows
 from memo_sim.program.ir.kinds import TemplateKind
-from memo_sim.program.ir.work import Rowwise
+from memo_sim.program.layers import expert_ends
 from memo_sim.program.layers.expert_exchange import ExchangedExperts
 from memo_sim.program.layers.experts import ExpertMlp
-from memo_sim.program.layout.shape import Shape
 from memo_sim.program.operators.operators import OperatorWriter, RowBlock
-
-COUNT = DTYPE_BYTES["int32"]
-ENDS, ALL_ENDS = "route_ends", "route_all_ends"
-"""Where the rows of each expert end: those of a row block, and those of all tokens."""
-
-
-def balanced(shape: Shape) -> bool:
-    """Return whether a layer's router has a loss of balance."""
-    return shape.experts is not None and shape.experts.balance > 0
 
 
 class ExpertBlocks:
@@ -56,11 +43,10 @@ class ExpertBlocks:
         }
         """The experts of each row block, in buffers that the blocks share; the first block is the largest."""
         self._last = blocks[-1]
-        self._summed = balanced(layer.shape) and layer.builder.kind is TemplateKind.FORWARD
+        self._summed = expert_ends.balanced(layer.shape) and layer.builder.kind is TemplateKind.FORWARD
         """Whether the template sums the rows that experts get, so that each block's lie behind those of the others."""
         for number, mlp in enumerate(self._of.values()):
             mlp.ends_first = number * experts.count if self._summed else 0
-            mlp.all_ends = Rows(ALL_ENDS, 0, experts.count) if balanced(layer.shape) else None
 
     def first_product(self, rows: RowBlock) -> None:
         """Write the norm of a row block, its routing, and the first product of its dispatched rows."""
@@ -68,15 +54,7 @@ class ExpertBlocks:
         self._of[rows].first_product(at)
         self._of[rows].inner([at], routed=False)
         if self._summed and rows == self._last:
-            self._sum_ends()
-
-    def _sum_ends(self) -> None:
-        """Write where the rows of each expert end among those of all tokens: the sum of all blocks' ends."""
-        builder = self._layer.builder
-        every, out = builder.all(ENDS), builder.all(ALL_ENDS)
-        work = Rowwise("experts.ends.sum", every.tokens, COUNT * every.tokens, COUNT * out.tokens)
-        operands = {"x": reads(every), "out": writes(out)}
-        builder.emit("ends.sum", "experts.ends.sum", Lane.COMPUTE, work, **operands)
+            expert_ends.keep(self._layer.builder, self._layer.decisions, self._layer.shape)
 
     def second_product(self, rows: RowBlock, out: str) -> None:
         """Write the second product of a row block, the sum over each token's experts, and the layer's output."""

@@ -42,6 +42,9 @@ product reads them: by rows in forward and recompute, by columns after backward 
 sums and exchanges between ranks stay in the plan's dtype. Rows that frameworks add to fill an expert's last block of
 scales are not counted in buffers.
 
+Subsequences are routed one after the other, each by itself. A loss of balance, which is of all tokens, reads the rows
+that experts got of every subsequence (``expert_ends.py``).
+
 A shared expert (``shared_expert.py``) adds its rows to the sum before it is reduced over ranks.
 
 Whole experts on tensor-parallel ranks (``Layout.whole_experts``): each rank routes and dispatches the rows of its own
@@ -63,10 +66,12 @@ from memo_sim.program.ir.builder import Access, Rows, accumulates, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane
 from memo_sim.program.ir.kinds import Phase, TemplateKind
 from memo_sim.program.ir.work import Collective, Fp8GroupedGemm, Gemm, GroupedGemm, Rowwise
+from memo_sim.program.layers import expert_ends
 from memo_sim.program.layers.shared_expert import SharedExpert, in_fp32
 from memo_sim.program.layout.expert_load import sizes_of
 from memo_sim.program.layout.fp8 import PRODUCTS
 from memo_sim.program.layout.parameters import SELECTION_BIAS, gradient_dtype
+from memo_sim.program.layout.rowwise_blocks import is_rowwise
 from memo_sim.program.operators import norms
 from memo_sim.program.operators import workspaces as table
 from memo_sim.program.operators.operators import OperatorWriter, RowBlock
@@ -90,8 +95,8 @@ class ExpertMlp:
         self.builder = writer.builder
         self.ends_first = 0
         """The row of slot ``route_ends`` at which those of these tokens begin."""
-        self.all_ends: Rows | None = None
-        """With row-wise recompute and a loss of balance: where experts' rows end among those of all row blocks."""
+        self.all_ends = self._ends_of_all()
+        """For a loss of balance: where experts' rows end among those of all tokens, of which these are a part."""
         self.rows = self.shape.expert_rows
         """Number of dispatched rows; with expert parallelism, of rows that the rank can receive."""
         self.whole = self.shape.whole_experts
@@ -107,6 +112,12 @@ class ExpertMlp:
         self.activation = "experts.clamped" if self.clamped else "experts.swiglu"
         self.weights = writer.fp8.weights if writer.fp8 is not None and writer.decisions.fp8_experts else None
         """The weights' copies in FP8; None where the experts' products run in the plan's dtype."""
+
+    def _ends_of_all(self) -> Rows | None:
+        """Return the ends of all row blocks and subsequences; None where these tokens are all, or nothing reads it."""
+        decisions, shape = self.writer.decisions, self.shape
+        in_parts = is_rowwise(decisions) or shape.kv_cache_tokens > 0
+        return expert_ends.all_ends(decisions, shape) if in_parts and expert_ends.balanced(shape) else None
 
     @property
     def _all(self) -> RowBlock:
@@ -134,6 +145,8 @@ class ExpertMlp:
         if not routed:
             self._route(source)
             self.shared.gate(beside)
+            if self.all_ends and self.builder.kind is TemplateKind.FORWARD and not is_rowwise(self.writer.decisions):
+                expert_ends.keep(self.builder, self.writer.decisions, self.shape)
         self._shared_input = beside, blocks
         for first, tokens in self._named(blocks):
             ends = [at * self.rows // self.shape.tokens for at in (first, first + tokens)]

@@ -46,7 +46,8 @@ from memo_sim.program.attention.subsequence import KV
 from memo_sim.program.attention.ulysses import Ulysses
 from memo_sim.program.ir.builder import Rows, TemplateBuilder
 from memo_sim.program.ir.kinds import Phase
-from memo_sim.program.layers.expert_blocks import ALL_ENDS, ENDS, ExpertBlocks, balanced
+from memo_sim.program.layers.expert_blocks import ExpertBlocks
+from memo_sim.program.layers.expert_ends import ALL_ENDS, ENDS, balanced
 from memo_sim.program.layers.latents import Block as LatentBlock
 from memo_sim.program.layers.latents import Latents
 from memo_sim.program.layers.mlp import Mlp
@@ -86,9 +87,12 @@ def blocks_at_once(tensor: Skeletal, decisions: Decisions, shape: Shape, *, back
 def rowwise_tensors(
     model: Model, shape: Shape, dtype: str, *, scores: tuple[Skeletal, ...] = ()
 ) -> tuple[Skeletal, ...]:
-    """Return the skeletal tensors of one layer; a loss of balance needs the rows that experts got of all tokens."""
+    """Return the skeletal tensors of one layer; a loss of balance needs the rows that experts got of all tokens.
+
+    Those of subsequences are no skeletal tensor, because all of them share one buffer (``expert_ends.py``).
+    """
     tensors = skeletal_tensors(model, shape, dtype, scores=scores)
-    if shape.experts is None or not balanced(shape):
+    if shape.experts is None or not balanced(shape) or shape.kv_cache_tokens:
         return tensors
     return (*tensors, Skeletal(ALL_ENDS, shape.experts.count, 1, "int32", Fate.WHOLE))
 

@@ -8,7 +8,8 @@ W(x_i) = i W(S) / N (SPPO 4, TeraPipe 3.3):
 
 Example: with S = 8 granules, k = 4 and N = 2 the first subsequence has 5.2 granules and the second 2.8, which round to
 5 and 3. Only layers count: equal work in one layer is equal work in a stage's layers. The head is on the last stage
-alone. With a window, every token has as many keys, and subsequences are equally long.
+alone. With a window, every token has as many keys, and subsequences are equally long. Where some layers have a window,
+a counts in the others alone.
 """
 
 from __future__ import annotations
@@ -46,10 +47,12 @@ def partition(decisions: Decisions) -> tuple[int, ...]:
             wanted=f"at most {granules}",
             hint="fewer --subsequences, or a longer sequence",
         )
-    if layout.partition == "length" or 0 < decisions.model.layer(0).window < decisions.seq_tokens:
+    unlimited = _share_without_window(decisions)
+    if layout.partition == "length" or not unlimited:
         ideal = [granules / parts] * parts
     else:
-        ideal = balanced(granules, parts, earlier_tokens(decisions.model) / (granule * layout.ulysses * layout.cp))
+        k = earlier_tokens(decisions.model) / unlimited
+        ideal = balanced(granules, parts, k / (granule * layout.ulysses * layout.cp))
     sizes = [size * granule for size in _whole(ideal, granules)]
     sizes[-1] -= granules * granule - tokens
     return tuple(sequences * size for size in sizes)
@@ -83,6 +86,13 @@ def earlier_tokens(model: Model) -> float:
     Where layers differ, these are the products of the average layer: all layers have the same subsequences.
     """
     return 2.0 * (model.layers_matrix_params / model.layers) / (4.0 * model.score_width)
+
+
+def _share_without_window(decisions: Decisions) -> float:
+    """Return the fraction of layers whose tokens attend to all earlier keys."""
+    model, length = decisions.model, decisions.seq_tokens
+    windows = [model.layer_shapes[kind].window for kind in model.layer_kinds]
+    return sum(not 0 < window < length for window in windows) / len(windows)
 
 
 def balanced(length: float, parts: int, k: float) -> list[float]:

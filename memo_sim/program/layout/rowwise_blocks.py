@@ -7,6 +7,7 @@ rows     |   b0   |   b1   | b2 |      norm, QKV, projection and MLP of one bloc
 from __future__ import annotations
 
 from memo_sim.contract.plan import Decisions
+from memo_sim.program.layout.partition import partition
 
 ROWWISE = "rowwise"
 """Name of this recompute mode in a plan."""
@@ -28,12 +29,27 @@ def rowwise_blocks(decisions: Decisions, tokens: int) -> list[tuple[int, int]]:
     return [(first, min(most, tokens - first)) for first in range(0, tokens, most)]
 
 
-def routed_at_once(decisions: Decisions) -> list[int]:
-    """Return the tokens whose experts a rank chooses at once, in order: all of a micro-batch, or those of each block.
+def routed_unit(decisions: Decisions) -> str:
+    """Return what a rank routes at once, as a word for people: a layer's tokens, a subsequence's, or a row block's."""
+    parts = len(routed_at_once(decisions))
+    if parts == 1:
+        return "layer"
+    return "row block" if parts > decisions.layout.subsequences else "subsequence"
 
-    With expert parallelism each has a capacity of its own.
+
+def routed_part(decisions: Decisions, tokens: int) -> str:
+    """Return the same for ``tokens`` that are routed at once, with their number where these are not all of a layer."""
+    unit = routed_unit(decisions)
+    return "a layer" if unit == "layer" else f"a layer's {unit} of {tokens:,} tokens"
+
+
+def routed_at_once(decisions: Decisions) -> list[int]:
+    """Return the tokens whose experts a rank chooses at once, in order: those of a subsequence, or of each row block.
+
+    Without subsequences these are all of a micro-batch. With expert parallelism each has a capacity of its own.
     """
-    if not is_rowwise(decisions):
-        return [decisions.routed_tokens]
+    parts = partition(decisions)
+    if is_rowwise(decisions):
+        parts = tuple(rows for part in parts for _, rows in rowwise_blocks(decisions, part))
     total, tokens = decisions.routed_tokens, decisions.local_tokens
-    return [rows * total // tokens for _, rows in rowwise_blocks(decisions, tokens)]
+    return [rows * total // tokens for rows in parts]

@@ -13,6 +13,7 @@ from memo_sim.program.attention import subsequence as prefix_attention
 from memo_sim.program.attention.partial import DOCUMENTS
 from memo_sim.program.ir.instruction import BufferClass, Families, Family
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind
+from memo_sim.program.layers import expert_ends
 from memo_sim.program.layers.activations import region
 from memo_sim.program.layers.loss import ROLLOUT, ROLLOUT_NUMBERS, kept_logits
 from memo_sim.program.layout import fp8
@@ -64,6 +65,9 @@ class StageFamilies:
         swapping = [each.activations for templates in parts.subsequences for each in templates.of_kinds]
         self._hold(*staging([rows for each in swapping for rows in each.rounded()]))
         self._hold(*prefix_attention.families(parts.decisions, first.shape.attention, count))
+        for each in first.of_kinds:
+            kept = each.activations.kept_per_layer
+            self._hold(*expert_ends.families(parts.decisions, each.rows, kept, each.layers.number))
         for number, templates in enumerate(parts.subsequences):
             self._hold(*templates.families(), subsequence=number)
         for owner in parts.owners.values():

@@ -20,6 +20,7 @@ from memo_sim.program.attention.partial import DOCUMENTS
 from memo_sim.program.ir.builder import TemplateBuilder
 from memo_sim.program.ir.instruction import BufferClass, Families, Family, Template
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
+from memo_sim.program.layers import expert_ends
 from memo_sim.program.layers.activations import Activations
 from memo_sim.program.layers.embedding_and_head import embed_backward, embed_forward, head
 from memo_sim.program.layers.expert_exchange import GRADS, PARAMS
@@ -358,6 +359,7 @@ class SubsequenceTemplates:
                 deferred.bind(builder, seen)
         held.bind(builder, seen, enters)
         prefix_attention.bind(builder, seen, of.rows.attention, gradients=gradients)
+        expert_ends.bind(builder, seen)
         if DOCUMENTS in seen:
             builder.bind(seen[DOCUMENTS])
         writer = layer_kind(self.decisions, of.layers.shape).writer

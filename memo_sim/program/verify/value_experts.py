@@ -10,7 +10,7 @@ With expert parallelism ranks send rows to each other. The checker follows a ten
 Rows of these values are dispatched rows, ``per_token`` for each token, and a dispatched row of one tensor is that of
 every other. Which token a row is of is decided while the step runs. So the checker asks that a copy to experts may read
 every token, and that a sum over experts may read every dispatched row. Row-wise recompute routes each row block by
-itself. There these are all tokens and rows of one block, and each block has its own ``route_ends``.
+itself, and so is each subsequence. There these are all tokens and rows of one of them, with its own ``route_ends``.
 
     norm2 - router_logits - route_scores, route_probs, route_experts - by_expert, route_order - route_places, route_ends
     norm2 - dispatched - up - act - expert_out - down           norm2 - shared_up - shared_act - down
@@ -389,28 +389,33 @@ def route_backward(call: Call) -> None:
 
 
 def _ends_of_every_block(call: Call, found: Found) -> None:
-    """Check the ends of all tokens' rows, which a loss of balance needs where row blocks are routed by themselves."""
-    of = call.values.model.mixture
-    needed = of is not None and of.balance > 0 and is_rowwise(call.values.decisions)
+    """Check the ends of all tokens' rows, which a loss of balance needs where parts of them are routed by themselves.
+
+    These are row blocks of row-wise recompute, and subsequences, of which each has ends of its own.
+    """
+    of, parts = call.values.model.mixture, len(call.values.blocks_of_parts)
+    needed = of is not None and of.balance > 0 and (parts > 1 or is_rowwise(call.values.decisions))
     if call.has("all_ends") != needed:
         call.fault(f"all_ends {'is not given' if needed else 'should not be given'}")
     elif of is not None and needed:
-        _own(call, "all_ends", Value("route_all_ends", found[0], found[1]), of.count, 0)
+        _own(call, "all_ends", Value("route_all_ends", found[0], found[1]), parts * of.count, 0)
 
 
 def sum_ends(call: Call) -> None:
-    """Check the sum of all row blocks' ends."""
-    of, blocks = call.values.model.mixture, len(call.values.routed_at_once)
+    """Check the sum of the ends of all row blocks of one subsequence, or of the micro-batch."""
+    of, v = call.values.model.mixture, call.values
     assert of is not None
-    value = None
+    before = [0, *accumulate(v.blocks_of_parts)]
+    value, part = None, 0
     for first, tokens, [(ends, row)] in call.pieces("x"):
-        if ends is not None and (ends.name != "route_ends" or row != first):
-            call.wrong("x", ends, row, f"route_ends of row block {first // of.count}")
-        elif ends is not None and tokens == blocks * of.count:
+        part = max(0, bisect_right(before, row // of.count) - 1)
+        if ends is not None and (ends.name != "route_ends" or row - first != before[part] * of.count):
+            call.wrong("x", ends, row, f"route_ends of row block {before[part] + first // of.count}")
+        elif ends is not None and tokens == v.blocks_of_parts[part] * of.count:
             value = ends._replace(name="route_all_ends")
         elif ends is not None:
-            call.fault(f"x is not the ends of {blocks} row blocks of one layer")
-    call.put("out", 0, call.tokens("out"), value)
+            call.fault(f"x is not the ends of {v.blocks_of_parts[part]} row blocks of one layer")
+    call.put("out", 0, call.tokens("out"), value, part * of.count)
 
 
 def router_dgrad(call: Call) -> None:

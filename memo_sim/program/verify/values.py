@@ -137,7 +137,7 @@ class Values:
         self.routed_tokens = self.shard_tokens if layout.whole_experts else self.tokens
         """Rows of which this rank chooses the experts."""
         self.routed_at_once = routed_at_once(decisions)
-        """Those of them that are routed at once: all, or those of each row block of row-wise recompute."""
+        """Those of them that are routed at once: of each subsequence, or of each row block of row-wise recompute."""
         self.routed_full = "" if layout.whole_experts else self.full
         """End of the name of a tensor as the router reads it."""
         self.vocab = -(-model.vocab // self.tp)
@@ -148,6 +148,7 @@ class Values:
         self.attention_starts = self._parts_in_attention()
         """First rows inside attention of each subsequence or chunk, and the end of the last."""
         self.divided_parts = self._parts_of_a_ring()
+        self.blocks_of_parts = self._blocks_of_parts()
         runs = layout.pp * layout.virtual_stages
         given = layout.pp_layers or _nearly_equal(model.layers, runs)
         ends = (0, *accumulate(given))
@@ -167,6 +168,12 @@ class Values:
         self._expert_blocks = [
             experts_block(model, layout.expert_divided, ep, s.experts, lora) for s in model.layer_shapes
         ]
+
+    def _blocks_of_parts(self) -> tuple[int, ...]:
+        """Return of how many row blocks the tokens of each subsequence are routed."""
+        ends = list(accumulate(self.routed_at_once))
+        parts = [start * self.routed_tokens // self.tokens for start in self.starts]
+        return tuple(sum(before < end <= after for end in ends) for before, after in pairwise(parts))
 
     def _parts_in_attention(self) -> tuple[int, ...]:
         decisions, total = self.decisions, self.decisions.seq_tokens

@@ -93,7 +93,7 @@ def test_nothing_moves_and_nothing_is_left_outside() -> None:
         assert store.memory.numel() == placement.arena_bytes
         library = interpreter.schedule.library
         assert library
-        assert not any(store.lasts(buffer) for buffer in library)
+        assert not any(store.has_address(buffer) for buffer in library)
         first = store.memory.data_ptr()
         for buffer, view in store._views.items():
             offset = int(interpreter.schedule.arena.offsets[buffer])  # type: ignore[union-attr]

@@ -237,11 +237,14 @@ def test_a_device_that_has_failed_does_not_hide_the_first_error(monkeypatch: pyt
         closing(None)
 
 
-def test_a_step_makes_no_call_and_no_view_of_what_keeps_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is the same in every step is prepared before the first one; in an arena that is all of it."""
-    decisions = decide(gpt(), memory_policy="planned")
+@pytest.mark.parametrize("arena", [False, True])
+def test_a_step_makes_no_call_and_no_view_of_what_keeps_its_address(
+    arena: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is the same in every step is prepared before the first one: all of an arena, all of a single lane."""
+    decisions = decide(gpt(), memory_policy="planned") if arena else decide(gpt())
     batches = batch(decisions)
-    with play(decisions, placement=placed(decisions)) as interpreter:
+    with play(decisions, placement=placed(decisions) if arena else None) as interpreter:
         seen: list[int] = []
         monkeypatch.setattr(interpreters, "Call", lambda *values, **named: pytest.fail("a step made a call"))
         monkeypatch.setattr(interpreter.store, "view", lambda *values: seen.append(values[0]))

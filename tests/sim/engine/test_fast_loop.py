@@ -1,4 +1,4 @@
-"""The compiled loop gives what SimPy's gives, to the last bit; without numba, SimPy's loop plays everything."""
+"""The loops of a search give what SimPy's gives, to the last bit; without numba, Python plays without SimPy."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ import pytest
 from memo_sim.contract import codec
 from memo_sim.contract.errors import MemoError
 from memo_sim.contract.plan import Layout, Plan
-from memo_sim.engine import event_loop, fast_loop
+from memo_sim.engine import compiled_loop, event_loop, fast_loop, native
 from memo_sim.engine.event_loop import Clock, Groups, UsedRates
 from memo_sim.engine.fast_loop import FastLoop
 from memo_sim.engine.player import Loop, Part, play_stages
@@ -41,9 +42,7 @@ PIPELINED = decide(GPT, Layout(pp=2, tp=2, schedule="zero-bubble"), global_batch
 @pytest.fixture(scope="module")
 def compiled() -> Loop:
     pytest.importorskip("numba")
-    from memo_sim.engine.compiled_loop import run_compiled
-
-    return run_compiled
+    return compiled_loop.CompiledLoop()
 
 
 def in_order(points: np.ndarray) -> np.ndarray:
@@ -73,38 +72,62 @@ def hold_programs(programs: Sequence[Program], loop: Loop, rates: event_loop.Rat
     play_stages(parts, rates, all_rendezvous(programs), loop=held_equal(loop))
 
 
+@pytest.fixture(scope="module", params=["compiled", "without-simpy"])
+def fast(request: pytest.FixtureRequest) -> Loop:
+    """Return a loop of searches."""
+    if request.param == "without-simpy":
+        return event_loop.run_without_simpy
+    loop: Loop = request.getfixturevalue("compiled")
+    return loop
+
+
 @pytest.mark.parametrize("every", [100, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
-def test_both_loops_give_the_same_for_every_recorded_program(every: int, compiled: Loop) -> None:
+def test_both_loops_give_the_same_for_every_recorded_program(every: int, fast: Loop) -> None:
     for number, entry in enumerate(recorded(every)):
         document = {"schema": "memo.plan/1", "decisions": entry["decisions"]}
         decisions = codec.decode(msgspec.json.encode(document), Plan, where="recorded").decisions
         programs = lower(decisions, micro_batches=entry.get("micro_batches"), cp_rank=entry.get("cp_rank"))
         if sum(program.instruction_count for program in programs) <= MOST_INSTRUCTIONS:
-            hold_programs(programs, compiled, contended if number % 2 else alone, seed=number)
+            hold_programs(programs, fast, contended if number % 2 else alone, seed=number)
 
 
-def test_both_loops_stop_at_the_same_cycle(compiled: Loop) -> None:
+def test_more_room_for_points_is_found_at_any_time(compiled: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_loop, "ROOM", 0)
+    found, called = list[int](), native.Bound.__call__
+
+    def noted(bound: native.Bound) -> int:
+        found.append(called(bound))
+        return found[-1]
+
+    monkeypatch.setattr(native.Bound, "__call__", noted)
+    for plan in (PIPELINED, decide(GPT, Layout(tp=2, cp=2), global_batch=4)):
+        found.clear()
+        hold_programs(lower(plan), compiled, contended, seed=1)
+        assert found.count(compiled_loop.FULL) > 3
+
+
+def test_both_loops_stop_at_the_same_cycle(fast: Loop) -> None:
     columns = expand(lower(PIPELINED)[0])
     edges = derive_edges(columns)
     turned = Edges(edges.consumer[-1:], edges.producer[-1:])
     both = Edges(np.r_[edges.producer, turned.producer], np.r_[edges.consumer, turned.consumer])
     part = Part(columns, both, lambda: np.ones(len(columns.lane)))
     messages = []
-    for loop in (event_loop.run, compiled):
+    for loop in (event_loop.run, fast):
         with refused(MemoError, what="wait for each other") as error:
             play_stages([part], alone, loop=loop)
         messages.append(str(error.value))
     assert messages[0] == messages[1]
 
 
-def test_what_a_search_played_is_shown_as_simpy_plays_it(compiled: Loop) -> None:
+def test_what_a_search_played_is_shown_as_simpy_plays_it(fast: Loop) -> None:
     def simulated(loop: Loop) -> Simulation:
         return simulate(PIPELINED, toy_hardware(), TOY_CLUSTER, pricer=ToyPrices(), rates=contended, loop=loop)
 
-    fast, slow = simulated(compiled), simulated(event_loop.run)
-    assert fast.prediction == slow.prediction
-    assert fast.shown() is fast
-    assert fast.trace() == slow.trace()
+    found, shown = simulated(fast), simulated(event_loop.run)
+    assert found.prediction == shown.prediction
+    assert found.shown() is found
+    assert found.trace() == shown.trace()
 
 
 def test_a_loop_that_differs_is_not_shown() -> None:
@@ -122,7 +145,7 @@ def test_a_loop_that_differs_is_not_shown() -> None:
 
 
 def plays(loop: FastLoop, times: int) -> list[bool]:
-    """Return whether numba was imported after each of several plays of six segments."""
+    """Return whether the compiled loop was loaded after each of several plays of six segments."""
     found = []
     for _ in range(times):
         hold_programs(lower(decide(GPT)), loop, alone, seed=1)
@@ -130,42 +153,55 @@ def plays(loop: FastLoop, times: int) -> list[bool]:
     return found
 
 
-def test_numba_is_imported_when_enough_was_played(compiled: Loop) -> None:
-    segments = []
+@pytest.fixture(scope="module")
+def segments() -> int:
+    """The segments of one play by ``plays``."""
+    found = []
 
     def counted(*asked: Any) -> Clock:
-        segments.append(len(asked[1]))
+        found.append(len(asked[1]))
         return event_loop.run(*asked)
 
     hold_programs(lower(decide(GPT)), counted, alone, seed=1)
-    assert plays(FastLoop(first=2 * segments[0]), 3) == [False, True, True]
+    return found[0]
+
+
+def test_the_loop_is_loaded_soon_where_it_is_compiled_already(compiled: Loop, segments: int) -> None:
+    assert plays(FastLoop(soon=2 * segments), 3) == [False, True, True]
     assert plays(FastLoop(), 1) == [False]
 
 
-def test_numba_is_imported_for_a_single_long_play(compiled: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_else_it_is_compiled_when_enough_was_played(
+    compiled: Loop, segments: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "_folders", lambda _: [tmp_path])
+    assert plays(FastLoop(soon=1, first=3 * segments), 4) == [False, False, True, True]
+    assert plays(FastLoop(soon=1), 1) == [True]
+
+
+def test_the_loop_is_loaded_for_a_single_long_play(compiled: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast_loop, "LONG", 1)
     assert plays(FastLoop(), 1) == [True]
 
 
-def test_without_numba_simpy_plays_and_a_debug_line_says_so(
+def test_without_numba_python_plays_and_a_debug_line_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
-    monkeypatch.delitem(sys.modules, "memo_sim.engine.compiled_loop", raising=False)
     with caplog.at_level(logging.DEBUG, logger="memo_sim"):
         assert plays(FastLoop(first=1), 2) == [False, False]
     assert len(caplog.messages) == 1
     assert "numba" in caplog.messages[0]
 
 
-def test_where_no_folder_for_the_cache_can_be_written_simpy_plays(compiled: Loop) -> None:
+def test_where_no_folder_for_the_cache_can_be_written_python_plays(compiled: Loop) -> None:
     code = (
         "import logging; logging.basicConfig(level='DEBUG')\n"
-        "from numba.core import caching\n"
-        "caching.CacheImpl._locator_classes = []\n"  # as where none of its folders can be written
+        "from memo_sim.engine import native\n"
+        "native._folders = lambda source: [native.Path('/proc/none')]\n"  # as where none can be written
         "from memo_sim.engine.fast_loop import FastLoop\n"
         "loop = FastLoop()\nloop.beside(compiled=True)\nprint(loop.compiled)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False"], done.stderr
-    assert "run is not compiled, because numba does not work" in done.stderr
+    assert "run_without_simpy is not compiled, because numba does not work" in done.stderr

@@ -25,9 +25,9 @@ SIZES = (0, 100, 5000, MIB // 2, MIB, MIB + 1, 3 * MIB, 9 * MIB, 10 * MIB, 33 * 
 @pytest.fixture(scope="module")
 def compiled() -> Replaying:
     pytest.importorskip("numba")
-    from memo_sim.engine.compiled_replay import replay_compiled
+    from memo_sim.engine.compiled_replay import CompiledReplay
 
-    return replay_compiled
+    return CompiledReplay()
 
 
 def some_requests(seed: random.Random, instants: int) -> Requests:
@@ -104,7 +104,7 @@ def test_a_program_is_replayed_alike(compiled: Replaying) -> None:
 
 
 def replays(replaying: FastReplay, times: int) -> list[bool]:
-    """Return whether numba was imported after each of several replays of 10 requests in 3 iterations."""
+    """Return whether the compiled replay was loaded after each of several replays of 10 requests in 3 iterations."""
     requests = Requests(ids=[f"b{n}" for n in range(10)], lower=[0] * 10, upper=[1] * 10, size_bytes=[MIB] * 10)
     found = []
     for _ in range(times):
@@ -114,7 +114,8 @@ def replays(replaying: FastReplay, times: int) -> list[bool]:
 
 
 @pytest.mark.usefixtures("compiled")
-def test_numba_is_imported_when_enough_was_replayed() -> None:
+def test_the_replay_is_loaded_when_enough_was_replayed() -> None:
+    assert replays(FastReplay(soon=60), 3) == [False, True, True]
     assert replays(FastReplay(first=60), 3) == [False, True, True]
     assert replays(FastReplay(long=30), 1) == [True]
     assert replays(FastReplay(), 1) == [False]
@@ -122,5 +123,4 @@ def test_numba_is_imported_when_enough_was_replayed() -> None:
 
 def test_without_numba_python_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
-    monkeypatch.delitem(sys.modules, "memo_sim.engine.compiled_replay", raising=False)
     assert replays(FastReplay(first=1), 2) == [False, False]

@@ -9,7 +9,9 @@ import msgspec
 import pytest
 
 from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout, Prediction
 from memo_sim.engine.simulate import simulate
@@ -21,6 +23,7 @@ from memo_sim.planning.layouts import put_off
 from memo_sim.planning.lower_bounds import LowerBounds
 from memo_sim.planning.offload_windows import with_best_window
 from memo_sim.planning.outcome import Evaluated
+from memo_sim.planning.pipeline_lower_bound import is_known, kept, least_step_s
 from memo_sim.planning.plays import Plays
 from memo_sim.planning.presets import FULL_SWAP, SYSTEMS
 from memo_sim.planning.question import Pins, Question, with_memory
@@ -77,6 +80,81 @@ def test_no_plan_of_subsequences_is_below_its_lower_bound(
         assert rough.device_bytes <= bound.device_bytes
         assert 0.45 * played.peak_device_bytes < bound.device_bytes <= played.peak_device_bytes
         assert bound.host_bytes_per_node <= played.peak_host_bytes_per_node
+
+
+WHOLE_EXPERTS = TP | {"expert_tp": 1}
+EXPERTS: dict[str, tuple[str, tuple[int, ...], dict[str, object], dict[str, object]]] = {
+    "all experts on a rank": ("qwen3-30b-a3b", (0, 0, 0, 0), TP | {"pp": 2}, {}),
+    "ep": ("qwen3-30b-a3b", (0, 0, 0, 0), WHOLE_EXPERTS | {"pp": 2, "dp": 2, "ep": 4, "zero": 1}, {}),
+    "ep, exchanges beside compute": (
+        "qwen3-30b-a3b",
+        (0, 0, 0, 0),
+        TP | {"pp": 2, "dp": 2, "ep": 2},
+        {"expert_capacity": 2.0, "expert_overlap": True},
+    ),
+    "ep of a ring, uneven load": ("qwen3-30b-a3b", (0, 0), {"cp": 2, "dp": 2, "ep": 4}, {"expert_load": "zipf-1"}),
+    "a stage without experts": ("deepseek-v3", (0, 0, 3, 3), WHOLE_EXPERTS | {"tp": 4, "pp": 2, "ep": 4}, {}),
+    "the last stage without experts": (
+        "deepseek-v3",
+        (3, 3, 0, 0),
+        WHOLE_EXPERTS | {"tp": 4, "pp": 2, "ep": 4},
+        {"expert_load": "zipf-1"},
+    ),
+    "windows in every second layer": ("gpt-oss-20b", (0, 1, 0, 1), TP | {"pp": 2, "dp": 2, "ep": 2}, {}),
+}
+"""By case: a model, which of its layers, degrees, and more decisions."""
+QUICK_EXPERTS = {"ep", "a stage without experts"}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(n, marks=() if n in QUICK_EXPERTS else pytest.mark.slow) for n in EXPERTS]
+)
+def test_no_plan_of_subsequences_with_experts_is_below_its_lower_bound(case: str) -> None:
+    name, layers, degrees, more = EXPERTS[case]
+    cluster, hardware = with_memory(*load_cluster("h100-1x8"), device_bytes=2**50, host_bytes=2**50)
+    layout = Layout(**degrees, subsequences=4)  # type: ignore[arg-type]
+    model = load_model(name)
+    base = Decisions(
+        model=model.of_layers([model.layer(n) for n in layers]),
+        layout=layout,
+        seq_tokens=32 * K,
+        global_batch=layout.dp,
+        loss_chunk_tokens=4096,
+        **more,  # type: ignore[arg-type]
+    )
+    for recompute, alpha, window in [("none", 0.0, 0), ("none", 1.0, 1), ("tokenwise", 0.5, 0), ("full", 1.0, 0)]:
+        decisions = msgspec.structs.replace(with_alpha(base, recompute, alpha), offload_window=window)
+        check_bounds(decisions, cluster, hardware)
+
+
+def check_bounds(decisions: Decisions, cluster: Cluster, hardware: Hardware) -> None:
+    """Play a plan, and compare it with every lower bound of it."""
+    bounds, played = LowerBounds(hardware, cluster), simulate(decisions, hardware, cluster).prediction
+    assert played.step_s is not None
+    found, rough, memory = bounds.of(decisions), bounds.rough(decisions, keep=None), bounds.memory(decisions)
+    assert 0.5 * played.step_s < rough.step_s <= played.step_s
+    assert 0.5 * played.step_s < found.step_s <= played.step_s
+    for each in (found, rough, memory):
+        assert each.device_bytes <= played.peak_device_bytes
+        assert 0.8 * played.peak_host_bytes_per_node <= each.host_bytes_per_node <= played.peak_host_bytes_per_node
+    if is_known(decisions):
+        assert 0.5 * played.step_s < least_step_s(kept(decisions), hardware, cluster) <= played.step_s
+
+
+@pytest.mark.parametrize(
+    ("windows", "parts"), [((4096,) * 4, 16), ((0, 4096, 0, 4096), 16), ((1024, 1024, 0, 0), 4)], ids=str
+)
+def test_windows_that_are_longer_than_a_subsequence_are_not_below_their_lower_bound(
+    windows: tuple[int, ...], parts: int
+) -> None:
+    """A subsequence of 2K tokens has no window of 4K inside itself, but beside earlier keys it has."""
+    cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=2**50, host_bytes=2**50)
+    one = load_model("llama3-8b").layer(0)
+    model = load_model("llama3-8b").of_layers([msgspec.structs.replace(one, window=window) for window in windows])
+    layout = Layout(tp=2, sequence_parallel=True, pp=2, subsequences=parts)
+    base = Decisions(model=model, layout=layout, seq_tokens=32 * K, global_batch=1, loss_chunk_tokens=4096)
+    for recompute, alpha in (("none", 0.0), ("full", 1.0)):
+        check_bounds(with_alpha(base, recompute, alpha), cluster, hardware)
 
 
 @pytest.mark.parametrize("change", ["window", "multiplexed", "multiplexed, several sequences", "multiplexed, Ulysses"])

@@ -49,7 +49,7 @@ EXPERTS_WHOLE_MLP = _EXPERTS.allows(
 EXPERTS = (
     _EXPERTS.allows("layout.tp_overlap", "none", because="experts need the rows of all tokens before their products"),
     _EXPERTS.allows("layout.metp", 1, because="METP's rings would carry all experts' weights"),
-    _EXPERTS.allows("layout.subsequences", 1, because="each subsequence would be routed by itself"),
+    _EXPERTS.allows("layout.multiplexed", False, because="helper stages would need the weights of every expert"),
     _EXPERTS.allows(
         "decisions.recompute",
         *("none", "selective", "norms", "mlp", "full", "tokenwise", "rowwise"),

@@ -50,7 +50,9 @@ SOME_LAYERS = (
         when=lambda d: in_groups(d) and d.early_stop,
     ),
     _SOME_LAYERS.allows("layout.metp", 1, because="METP recomputes a part of every layer anyway"),
-    _SOME_LAYERS.allows("layout.subsequences", 1, because="subsequences are priced with layers that are all alike"),
+    _SOME_LAYERS.allows(
+        "layout.subsequences", 1, because="subsequences are priced with layers that are all recomputed alike"
+    ),
     _SOME_LAYERS.allows(
         "layout.zero",
         *(0, 1, 2),

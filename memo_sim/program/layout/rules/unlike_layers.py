@@ -14,7 +14,7 @@ _UNLIKE = Feature(
 
 UNLIKE_LAYERS = (
     _UNLIKE.allows("layout.metp", 1, because="METP passes equal weights of every layer round its ring"),
-    _UNLIKE.allows("layout.subsequences", 1, because="subsequences are priced with layers that are all alike"),
+    _UNLIKE.allows("layout.multiplexed", False, because="helper stages take rows in proportion to equal layers' work"),
     _UNLIKE.allows(
         "decisions.modules", "auto", "operators", because="Hugging Face's transformers has no model whose layers differ"
     ),

@@ -84,7 +84,11 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "cuts of documents: documents": (Layout(cp=2), {"document_cuts": "documents"}, "documents, but none are given"),
     "experts: tp_overlap": (chunked(), {"model": EXPERTS}, "chunked with a model with experts"),
     "experts: metp": (Layout(metp=2), {"model": EXPERTS}, "2 with a model with experts"),
-    "experts: subsequences": (Layout(subsequences=2), {"model": EXPERTS}, "2 with a model with experts"),
+    "experts: multiplexed": (
+        Layout(pp=2, subsequences=2, multiplexed=True),
+        {"model": EXPERTS, "global_batch": 1},
+        "true with a model with experts",
+    ),
     "experts: recompute": (
         Layout(),
         {"model": EXPERTS, "recompute": "operators"},
@@ -421,7 +425,11 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "adapters: cp_exchange": (Layout(cp=2, cp_exchange="rsa"), {"adapters": LORA}, f"rsa with adapters {LORA}"),
     "adapters: loss": (Layout(), {"loss": "checkpointed", "adapters": LORA}, f"checkpointed with adapters {LORA}"),
     "layers that differ: metp": (Layout(metp=2), {"model": UNEVEN}, "2 with layers of 2 kinds"),
-    "layers that differ: subsequences": (Layout(subsequences=2), {"model": UNEVEN}, "2 with layers of 2 kinds"),
+    "layers that differ: multiplexed": (
+        Layout(pp=2, subsequences=2, multiplexed=True),
+        {"model": UNEVEN, "global_batch": 1},
+        "true with layers of 2 kinds",
+    ),
     "layers that differ: modules": (
         Layout(),
         {"model": UNEVEN, "modules": "huggingface", "memory_policy": "eager", "recompute": "full"},

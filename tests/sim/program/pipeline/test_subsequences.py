@@ -24,6 +24,7 @@ from memo_sim.program.layout.partition import partition
 from memo_sim.program.layout.schedule import Kind
 from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.layout.skeletal import skeletal_tensors
+from memo_sim.program.layout.stage import stages_of
 from memo_sim.program.lower import lower
 from tests.sim.small_programs import GPT, LLAMA, decide, faults_of
 from tests.sim.toy_machine import TOY_CLUSTER, ToyPrices, alone, toy_hardware
@@ -252,7 +253,7 @@ def test_the_lower_bound_of_host_bytes_is_at_most_the_swapped_bytes(
         if window:
             assert WindowBytes(decisions).host_bytes(0) == rank
         else:
-            assert rank // 2 < bounds._swapped_bytes(bounds._layers(decisions)) <= rank
+            assert rank // 2 < bounds._swapped_on(bounds._layers(decisions, stages_of(decisions)[0])) <= rank
 
 
 @st.composite

@@ -1,0 +1,136 @@
+"""Models with experts in subsequences, over gloo: gradients and losses are those of one process with whole sequences.
+
+Each subsequence is routed and exchanged by itself. Small routers send most rows to few experts, so the capacity is the
+most that a rank can send, except in the test of overflow. Bytes that ranks copy are those of their programs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from memo_sim.contract.experts import Experts
+from memo_sim.contract.model import Model
+from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.program.layout.partition import partition
+from tests.distributed import parity
+from tests.distributed.team import Member, Team
+from tests.distributed.test_sppo_gradients import planned
+from tests.exec_cpu.small import EXPERT_MODELS, WHOLE_MODELS, decide
+
+WHOLE: dict[str, Any] = {"sequence_parallel": True, "expert_tp": 1}
+KEEP: dict[str, Any] = {"recompute": "none"}
+FULL: dict[str, Any] = {"recompute": "full"}
+TOKENWISE: dict[str, Any] = {"recompute": "tokenwise"}
+ROWWISE: dict[str, Any] = {"recompute": "rowwise", "mlp_chunk_tokens": 256}
+WINDOW: dict[str, Any] = {"offload_window": 1}
+OVERLAP: dict[str, Any] = {"expert_overlap": True}
+
+CASES: dict[str, tuple[str, Layout, dict[str, Any]]] = {
+    "keep": ("qwen3-moe", Layout(pp=2, subsequences=3), KEEP),
+    "selective": ("mixtral", Layout(subsequences=2), {"recompute": "selective"}),
+    "norms": ("gpt-oss", Layout(subsequences=3), {"recompute": "norms"}),
+    "mlp": ("deepseek", Layout(pp=2, subsequences=3), {"recompute": "mlp"}),
+    "full": ("deepseek", Layout(pp=2, subsequences=4, schedule="gpipe"), FULL),
+    "full, some swapped": ("qwen2-moe", Layout(pp=2, subsequences=3), FULL | {"swaps": True}),
+    "tokenwise": ("gpt-oss", Layout(pp=2, subsequences=3), TOKENWISE | {"swaps": True}),
+    "tokenwise in a window": ("qwen3-moe", Layout(pp=2, subsequences=3), TOKENWISE | WINDOW | {"swaps": True}),
+    "swapped in a window": ("deepseek", Layout(pp=2, subsequences=4), KEEP | WINDOW | {"swaps": True}),
+    "row blocks": ("qwen2-moe", Layout(pp=2, subsequences=2), ROWWISE),
+    "tp": ("mixtral", Layout(tp=2, sequence_parallel=True, pp=2, subsequences=3), TOKENWISE | {"swaps": True}),
+    "tp, whole tokens": ("gpt-oss", Layout(tp=2, pp=2, subsequences=2), FULL),
+    "ring": ("mixtral", Layout(cp=2, pp=2, subsequences=2), TOKENWISE | {"swaps": True}),
+    "ulysses": ("mixtral", Layout(ulysses=2, pp=2, subsequences=2), FULL),
+    "interleaved": (
+        "qwen3-moe",
+        Layout(pp=2, schedule="interleaved", virtual_stages=2, subsequences=2),
+        FULL | {"layers": 4},
+    ),
+    "zero 3": ("deepseek", Layout(dp=2, zero=3, subsequences=3), TOKENWISE | {"swaps": True}),
+    "several sequences": ("qwen3-moe", Layout(pp=2, subsequences=2), FULL | {"micro_batch": 2, "global_batch": 4}),
+    "latents": ("whole deepseek", Layout(pp=2, subsequences=3), TOKENWISE | {"swaps": True}),
+    "windows and sinks": ("whole gpt-oss", Layout(pp=2, subsequences=3), FULL),
+    "ep": ("mixtral", Layout(dp=2, ep=2, subsequences=3), TOKENWISE | {"swaps": True}),
+    "ep and stages": ("deepseek", Layout(pp=2, dp=2, ep=2, subsequences=3), FULL),
+    "ep, kept, in stages": ("gpt-oss", Layout(pp=2, dp=2, ep=2, zero=1, subsequences=2), KEEP),
+    "ep, mlp": ("qwen2-moe", Layout(pp=2, dp=2, ep=2, subsequences=2), {"recompute": "mlp"}),
+    "ep, row blocks": ("qwen2-moe", Layout(dp=2, ep=2, subsequences=2), ROWWISE),
+    "ep of a ring": ("mixtral", Layout(cp=2, pp=2, ep=2, subsequences=2), TOKENWISE | {"swaps": True}),
+    "ep of ulysses": ("qwen3-moe", Layout(ulysses=2, pp=2, ep=2, subsequences=2), FULL),
+    "ep, features divided": (
+        "qwen2-moe",
+        Layout(tp=2, sequence_parallel=True, dp=2, ep=2, subsequences=2),
+        TOKENWISE | OVERLAP | {"swaps": True},
+    ),
+    "ep, whole experts": ("deepseek", Layout(tp=2, pp=2, ep=2, subsequences=3, **WHOLE), TOKENWISE | {"swaps": True}),
+    "ep, whole experts, swapped in a window": (
+        "gpt-oss",
+        Layout(tp=2, pp=2, ep=2, subsequences=2, **WHOLE),
+        KEEP | WINDOW | OVERLAP | {"swaps": True},
+    ),
+    "ep, whole experts, zero 3": ("mixtral", Layout(tp=2, dp=2, ep=4, zero=3, subsequences=2, **WHOLE), FULL | OVERLAP),
+}
+QUICK = {"tokenwise", "full", "ep and stages", "ep, whole experts"}
+
+
+def chosen(name: str, layout: Layout, fields: dict[str, Any]) -> Decisions:
+    """Return decisions with about three granules of tokens for each subsequence, and two micro-batches a rank."""
+    fields = dict(fields)
+    swaps, layers = fields.pop("swaps", False), fields.pop("layers", None)
+    model = WHOLE_MODELS[name.removeprefix("whole ")] if name.startswith("whole") else EXPERT_MODELS[name]
+    if layers:
+        model = msgspec.structs.replace(model, layers=layers)
+    granules = 4 * layout.cp * layout.ulysses * (layout.tp if layout.sequence_parallel else 1)
+    sizes: dict[str, Any] = {"seq_tokens": 128 * granules, "micro_batch": 1, "global_batch": 2 * layout.dp}
+    if layout.ep > 1:
+        sizes["expert_capacity"] = float(layout.ep)
+    made = decide(model, layout=layout, **(sizes | fields))
+    return some_swapped(made) if swaps else made
+
+
+def some_swapped(decisions: Decisions) -> Decisions:
+    """Return decisions that swap half of the first subsequence, nothing of the second, and all of the third."""
+    granule = decisions.swap_granule
+    each = tuple((max(granule, n // 2 // granule * granule), 0, n)[i % 3] for i, n in enumerate(partition(decisions)))
+    return msgspec.structs.replace(decisions, swapped_tokens=sum(each), subsequence_swapped_tokens=each)
+
+
+def check(team: Team, decisions: Decisions) -> None:
+    """Compare ranks, which also look for races and unwritten rows, with one process that plays whole sequences."""
+    alone = parity.play(Member(0, 1), parity.one_process(decisions), 1, {})
+    if decisions.layout.devices > 1:
+        ranks = parity.check(team, decisions, alone, steps=1, debug=True)
+    else:
+        ranks = [parity.play(Member(0, 1), decisions, 1, {"debug": True})]
+        parity.compare(ranks, alone, steps=1)
+    assert [rank.moved for rank in ranks] == [planned(decisions, rank) for rank in range(len(ranks))]
+
+
+@pytest.mark.parametrize("case", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])
+def test_gradients_are_those_of_whole_sequences(team: Team, case: str) -> None:
+    check(team, chosen(*CASES[case]))
+
+
+def with_losses(name: str, **changes: float) -> Model:
+    """Return a small model whose router has losses."""
+    of = msgspec.structs.replace(EXPERT_MODELS[name].mixture or Experts(count=1, per_token=1, hidden=1), **changes)
+    return msgspec.structs.replace(EXPERT_MODELS[name], experts=of)
+
+
+LOSSES: dict[str, tuple[str, Layout, dict[str, Any]]] = {
+    "one process": ("mixtral", Layout(subsequences=3), TOKENWISE | {"swaps": True}),
+    "stages": ("qwen3-moe", Layout(pp=2, subsequences=4), FULL),
+    "stages, in a window": ("gpt-oss", Layout(pp=2, subsequences=3), KEEP | WINDOW | {"swaps": True}),
+    "row blocks": ("mixtral", Layout(pp=2, subsequences=2), ROWWISE),
+    "tp": ("mixtral", Layout(tp=2, sequence_parallel=True, pp=2, subsequences=3), FULL),
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(n, marks=pytest.mark.slow if n != "stages" else ()) for n in LOSSES])
+def test_losses_of_the_router_are_of_whole_sequences(team: Team, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """Rows that experts got of earlier and later subsequences count in the loss of balance of each token."""
+    name, layout, fields = LOSSES[case]
+    monkeypatch.setitem(EXPERT_MODELS, name, with_losses(name, balance=0.3, z_loss=0.02))
+    check(team, chosen(name, layout, fields))
