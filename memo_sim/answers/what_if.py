@@ -317,7 +317,7 @@ def _certainty(question: Question, best: Simulation | None, interval: StepInterv
 
 
 def _best_that_fits(
-    question: Question, found: SearchResult, placed: PlacedBeside | None
+    question: Question, found: SearchResult, placed: PlacedBeside | None = None
 ) -> tuple[Simulation | None, Arena | None]:
     """Play and place the best plan. If its arena does not fit, mark the plan so and continue with the next one."""
     while best := found.best:
