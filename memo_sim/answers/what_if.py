@@ -347,7 +347,7 @@ def price(plan: Plan, question: Question, *, price_per_device_hour: float | None
     played = play(question, plan.decisions)
     only = Evaluated(Policy.of(plan.decisions), plan.decisions, played.prediction)
     found = SearchResult(ranked=[only], evaluated=1, pruned=0, fastest=played)
-    simulation, arena = _best_that_fits(question, found)
+    simulation, arena = _best_that_fits(question, found, None)
     line = row(plan.decisions, found.ranked[0].prediction, system="plan")
     # A plan of an earlier version does not say which framework it was made for. In planned memory that does not matter.
     named = plan.decisions.memory_policy == "planned" or question.system not in OPEN
