@@ -627,10 +627,11 @@ class Pins:
         at="layout",
         labels=(Part("n"),),
     )
-    partition: Partition = _knob(
-        "flops",
+    partition: Partition | None = _knob(
+        None,
         _one_of(Partition),
-        "Subsequences of equal length, or of equal forward work.",
+        "Subsequences of equal length, or of equal forward work. Unless given, of equal work, and of equal length where"
+        " layers differ.",
         at="layout",
         labels=(Mark("subsequences", "+length", "length"),),
         needs="subsequences",

@@ -52,7 +52,7 @@ class CompiledLoop:
         lane_of = np.repeat(np.arange(lanes, dtype=NUMBER), np.diff(bounds))
         row_of = np.full(1 << own, -1, dtype=np.int64)
         rows, known = np.ones((16, own)), 0
-        missing, heads = segments.waits.copy(), bounds[:-1].copy()
+        missing, heads = segments.waits, bounds[:-1].copy()
         start, end = np.zeros(len(work)), np.zeros(len(work))
         left, since, rate, finish = np.zeros(lanes), np.zeros(lanes), np.zeros(lanes), np.full(lanes, IDLE)
         soonest, busy = np.full(stages, IDLE), np.zeros(stages, dtype=np.int64)

@@ -56,6 +56,11 @@ class Clock:
     by_simpy: bool = True
     """Whether SimPy's loop made it."""
 
+    @property
+    def without_points(self) -> Clock:
+        """The same without the breakpoints."""
+        return replace(self, points=np.zeros((0, 4)))
+
 
 class UsedRates:
     """The rates of the lanes that the programs use; these are numbered from 0, so that idle ones cost nothing."""

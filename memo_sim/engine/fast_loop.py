@@ -12,8 +12,8 @@ from memo_sim.engine.player import Loop
 from memo_sim.engine.segments import Segments
 
 SOON = 20_000
-"""Segments that are played in SimPy before a loop is loaded that is compiled already: 0.1 s, about twice what that
-takes, because the best plan is played again in SimPy."""
+"""Segments that are played in Python before a loop is loaded that is compiled already: about 0.04 s, as long as loading
+takes."""
 
 FIRST = 800_000
 """Segments that are played in Python before the loop is compiled: about two seconds, as long as compiling takes."""

@@ -25,6 +25,7 @@ import numpy as np
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import Decisions
+from memo_sim.engine.fast_loop import run_fast
 from memo_sim.engine.playback import Playback
 from memo_sim.engine.repetition import STEADY
 from memo_sim.engine.simulate import simulate
@@ -59,7 +60,7 @@ def step_s_of_few_layers(decisions: Decisions, hardware: Hardware, cluster: Clus
     if layout.replicas > 1 and (layout.zero < 3 or layout.shards == 1):
         return None  # whole blocks are gathered beside the first layers, or reduced beside the gradient norm's kernels
     played = msgspec.structs.replace(decisions, model=model.of_layers(few.shapes))
-    simulation = simulate(played, hardware, cluster, predict=False)
+    simulation = simulate(played, hardware, cluster, predict=False, loop=run_fast)
     (stage,) = simulation.stages
     if simulation.memory.fault is not None:
         return None

@@ -93,7 +93,7 @@ def play_stages(
             hint="this is a bug in the lowering or in the derived edges",
         )
     segments = segments.without_edges
-    pieces = _Pieces(segments, work, clock)
+    pieces, clock = _Pieces(segments, work, clock.points), clock.without_points
     del work
     spans = _spans(segments, pieces, clock, parts, len(used))
     return [
@@ -203,19 +203,20 @@ class _Pieces:
     Work done is summed over all segments, so one search finds the piece of each instant.
     """
 
-    def __init__(self, segments: Segments, work: Floats, clock: Clock) -> None:
-        """The pieces lie between the clock's points."""
+    def __init__(self, segments: Segments, work: Floats, points: Floats) -> None:
+        """The pieces lie between the clock's ``points``."""
         self._segments = several = np.flatnonzero(segments.several).astype(NUMBER)
         """The segments with several instructions."""
         done = np.cumsum(work)
         self._begun = done[several] - work[several]
         """Work done before each of them."""
-        of_point, self._points = sorted_with_places(clock.points[:, 0].astype(NUMBER))
-        """The clock's point with which each piece begins."""
-        point_done = work[of_point] - clock.points[self._points, 2]
+        of_point, places = sorted_with_places(points[:, 0].astype(NUMBER))
+        self._instant, self._rate = points[places, 1], points[places, 3]
+        """The instant at which each piece begins, and its rate."""
+        point_done = work[of_point] - points[places, 2]
         point_done += done[of_point] - work[of_point]
         self._done = point_done
-        """Work done at that point."""
+        """Work done at that instant."""
         self._low, high = (np.searchsorted(of_point, several, side=side) for side in ("left", "right"))
         self._high = high - 1
         """Each segment's first piece and its last one, which keep a search inside it: a piece without work is
@@ -246,8 +247,7 @@ class _Pieces:
             wanted = self._begun[mine] + (inside[within] - before_first[within])
             found = np.searchsorted(self._done, wanted, side="right") - 1
             piece = np.clip(found, self._low[mine], self._high[mine])
-            point = self._points[piece]
-            ends = clock.points[point, 1] + (wanted - self._done[piece]) / clock.points[point, 3]
+            ends = self._instant[piece] + (wanted - self._done[piece]) / self._rate[piece]
             end[order[within]] = np.clip(ends, clock.start[of], clock.end[of])
 
 

@@ -32,8 +32,6 @@ class Segments:
     order: Ints
     first: Ints
     lane_bounds: Ints
-    waits: Ints
-    """Number of edges that enter each segment."""
     targets: Ints
     """Consumer segments of all edges, by producer: ``targets[target_bounds[s] : target_bounds[s + 1]]`` for s."""
     target_bounds: Ints
@@ -59,10 +57,15 @@ class Segments:
         return found
 
     @property
+    def waits(self) -> Ints:
+        """Number of edges that enter each segment, in a new array."""
+        return np.bincount(self.targets, minlength=len(self.first)).astype(NUMBER)
+
+    @property
     def without_edges(self) -> Segments:
         """The same segments without the edges between them, which only a loop needs."""
         none = np.zeros(0, dtype=NUMBER)
-        return replace(self, waits=none, targets=none, target_bounds=none)
+        return replace(self, targets=none, target_bounds=none)
 
 
 def cut(lanes: Ints, edges: Edges, count: int, alone: Ints) -> Segments:
@@ -95,7 +98,6 @@ def cut(lanes: Ints, edges: Edges, count: int, alone: Ints) -> Segments:
         order=order,
         first=first,
         lane_bounds=lane_bounds,
-        waits=np.bincount(consumer, minlength=len(first)).astype(NUMBER),
         targets=consumer[by_producer],
         target_bounds=np.append(0, np.cumsum(leaving)).astype(NUMBER),
     )

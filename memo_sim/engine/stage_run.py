@@ -24,7 +24,7 @@ from memo_sim.engine.playback import Floats, Playback
 from memo_sim.engine.player import Part
 from memo_sim.engine.repetition import Repetition, Window
 from memo_sim.engine.stalls import Kinds, Late, Peers, after_compute, stalls_of
-from memo_sim.program.analysis.columns import NUMBER, fold
+from memo_sim.program.analysis.columns import NUMBER, Ints, fold
 from memo_sim.program.analysis.edges import Edges, derive_edges
 from memo_sim.program.ir.instruction import Instruction, Lane, Template
 from memo_sim.program.ir.kinds import BlockKind, Phase, TemplateKind
@@ -100,7 +100,11 @@ class StageRun:
         """Let ``window`` stand for the micro-batches that are not played."""
         beyond = self.decisions.micro_batches - self.program.micro_batches
         self.repetition = Repetition(self.program, self.columns, window, beyond)
-        self.weights = self.repetition.weights()
+
+    @property
+    def weights(self) -> Ints:
+        """How many times the step contains each instruction of the played program; a new array."""
+        return self.repetition.weights()
 
     @property
     def seconds(self) -> Floats:

@@ -106,7 +106,7 @@ class _Scan:
 
     def device_refuses(self, step: int) -> bool:
         """Return whether the plan at a grid step needs more device memory than there is; it is not played for that."""
-        if step not in self._seen and self._bounds and self._bounds.lack_device(self.grid.at(step)):
+        if step not in self._seen and self._bounds and self._bounds.lack_device(self.grid.at(step), lowered=False):
             return True
         refusal = self.refusal(step)
         return refusal is not None and refusal.status == "gpu_oom"
@@ -119,16 +119,12 @@ class _Scan:
         """
         least_s, most_s = self._span(other)
         if step not in self._seen and self._bounds is not None:
-            plan = self.grid.at(step)
-            if self._bounds.lack_host(plan):
+            if self._bounds.reach(self.grid.at(step), most_s):
                 return False
             near = self._of_few_layers(step)
-            if near is None:
-                if self._bounds.reach(plan, most_s):
-                    return False
-            elif near[0] >= most_s:
+            if near is not None and near[0] >= most_s:
                 return False
-            elif near[1] < least_s:
+            if near is not None and near[1] < least_s:
                 return self.refusal(step) is None
         step_s = self._step_s(step)
         return step_s < least_s or (step_s < most_s and step_s < self._step_s(other))

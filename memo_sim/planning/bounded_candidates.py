@@ -6,6 +6,7 @@ unswapped    from a few layers of the plan that swaps nothing, where every backw
 pipeline     from the kernels of each stage and their waits, once for all candidates of a layout
 layers       from a few of the plan's layers
 passes       from the passes of all stages, which wait for each other
+fitting      from a few of the plan's layers, without alphas that they show not to fit on the device
 wide, narrow from a few of the plan's layers, for each of some ranges of alpha
 alone        from one stage that is played by itself, against the best plans so far; where they are far off, again
              against longer and longer times, with other candidates in between
@@ -24,7 +25,7 @@ from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.planning.alpha_ranges import WIDEST, edges_of
 from memo_sim.planning.alpha_ranges import least_step_s as least_step_s_of_alphas
-from memo_sim.planning.alpha_search import Grid, most_that_host_holds
+from memo_sim.planning.alpha_search import Grid, least_that_fits, most_that_host_holds
 from memo_sim.planning.few_layers import Passes
 from memo_sim.planning.lower_bounds import LowerBound, LowerBounds, rebuilds_all
 from memo_sim.planning.outcome import Key, ranked_s
@@ -47,7 +48,9 @@ FARTHER = 1.05
 LEAST_SHARED = 3
 """Least number of policies that are worth a lowering of the plan that keeps everything, where it is none of them."""
 
-NextBound = Literal["beside", "unswapped", "pipeline", "layers", "passes", "wide", "narrow", "alone", "memory", ""]
+NextBound = Literal[
+    "beside", "unswapped", "pipeline", "layers", "passes", "fitting", "wide", "narrow", "alone", "memory", ""
+]
 
 
 Counted = Literal["steps", "kernels", "waits"]
@@ -218,7 +221,7 @@ class CandidateBounds:
         candidate, bound = one.candidate, one.bound
         assert bound is not None
         try:
-            if one.next_bound in {"beside", "unswapped", "pipeline", "passes"}:
+            if one.next_bound in {"beside", "unswapped", "pipeline", "passes", "fitting"}:
                 return self._in_time(one, bound)
             if one.next_bound == "alone":
                 target_s = min(limit_s, bound.step_s * FARTHER)
@@ -258,7 +261,7 @@ class CandidateBounds:
         if one.next_bound in {"beside", "unswapped", "pipeline"}:
             return "layers"
         if layout.pp == layout.subsequences == layout.metp == 1 and one.next_bound == "layers" and not self._front:
-            return "alone" if policy.alpha is None and not policy.swaps_some else ""
+            return "" if policy.alpha is not None else "fitting" if policy.swaps_some else "alone"
         if layout.pp == 1 or layout.subsequences > 1:
             return ""
         ranges: tuple[NextBound, ...] = ("wide", "narrow") if self._front else ("wide", "alone")
@@ -274,6 +277,8 @@ class CandidateBounds:
             return self.of_plans.beside_s(kept(base), [Policy.of(base)], waits=True)
         if one.next_bound == "unswapped":
             return self.of_plans.unswapped_s(base)
+        if one.next_bound == "fitting":
+            return self._of_fitting(one.candidate)
         return self._least_s_of_layout(kept(base)) if one.next_bound == "pipeline" else self._of_passes(one.candidate)
 
     def _least_s_of_layout(self, keeping: Decisions) -> float:
@@ -298,8 +303,11 @@ class CandidateBounds:
         if bound.device_bytes <= room:
             bound = bounds.between(grid.at(most), grid.at(most))
             # Where no alpha fits, no time is asked for.
-            fits = bound.device_bytes <= room
-            bound = replace(bound, step_s=bounds.step_s_between(grid.at(low), grid.at(most)) if fits else 0.0)
+            fits, step_s = bound.device_bytes <= room, 0.0
+            if fits:
+                low = least_that_fits(lambda step: self._holds_too_much(grid.at(step)), low, most)
+                step_s = bounds.step_s_between(grid.at(low), grid.at(most))
+            bound = replace(bound, step_s=step_s)
         if most < grid.steps - 1 and bound.device_bytes > room:
             short = self._least_short(grid, most, bound.device_bytes - room)
             return replace(bound, device_bytes=room + short, host_bytes_per_node=0)
@@ -345,6 +353,22 @@ class CandidateBounds:
             device_bytes=min(bound.device_bytes for bound in may_fit),
             host_bytes_per_node=min(bound.host_bytes_per_node for bound in may_fit),
         )
+
+    def _holds_too_much(self, decisions: Decisions) -> bool:
+        """Return whether what a plan keeps on the device is known to be too much, without a lowering."""
+        return self.of_plans.memory(decisions).device_bytes > self.of_plans.device_room_bytes
+
+    def _of_fitting(self, candidate: Candidate) -> float:
+        """Return a lower bound of the step seconds of a partial swap's alphas that may fit; it swaps more the later.
+
+        An alpha that does not fit has no step time. The search for alpha asks for the same lowerings.
+        """
+        bounds, steps = self.of_plans, self._steps(candidate)
+        if steps is None:
+            return 0.0
+        grid, low, most = steps
+        low = least_that_fits(lambda step: bounds.lack_device(grid.at(step)), low, most)
+        return bounds.step_s_between(grid.at(low), grid.at(most))
 
     def _of_passes(self, candidate: Candidate) -> float:
         """Return a lower bound of the step seconds of all alphas of a candidate, from the passes of all stages."""

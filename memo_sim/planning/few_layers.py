@@ -26,7 +26,7 @@ from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.knobs import MOST_ZERO
 from memo_sim.contract.layer_shape import LayerShape
 from memo_sim.contract.plan import Decisions
-from memo_sim.costs.pricing import Pricer
+from memo_sim.costs.pricing import NodeRates, Pricer
 from memo_sim.planning.experts_apart import experts_apart
 from memo_sim.planning.pricers import Pricers
 from memo_sim.planning.recent import Recent
@@ -40,7 +40,7 @@ from memo_sim.planning.short_rings import (
     with_ring,
 )
 from memo_sim.program.analysis.columns import Flags, FoldedColumns, Ints, fold
-from memo_sim.program.analysis.edges import derive_edges
+from memo_sim.program.analysis.edges import Edges, derive_edges
 from memo_sim.program.analysis.liveness import liveness, living
 from memo_sim.program.arena.library_workspaces import lives_in_arena
 from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Instance, Instruction, Lane, Template
@@ -98,6 +98,12 @@ WAITS = ("idle_s", "forward_idle_s", "backward_idle_s", "uncut_idle_s", "exchang
 EXCHANGED = {("experts.dispatch", "experts.arrange"), ("experts.arrange.back", "experts.combine")}
 """Kernels one after the other, where ranks exchange the first one's rows and the second reads what arrives."""
 
+HALVES = (Lane.D2H, Lane.H2D)
+"""The copy lane that has most to do in forward, and in backward."""
+
+OF_HALVES = ("rebuild_s", "idle_s", "around_s")
+"""The fields of ``Half`` that are no lane's."""
+
 Floats = NDArray[np.float64]
 
 
@@ -151,6 +157,41 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True)
+class Half:
+    """Seconds of the forward or of the backward of all layers, of which nothing else of the pass is played in between.
+
+    A lane's seconds are those of instructions that need a kernel of the half and that another kernel of it needs. So
+    they are played between the kernel before the half and its last one:
+
+        compute     [L0        ][L1        ][L2        ][L3        ]        layer 2 overwrites what is copied of layer 0
+        to host         [copies of L0 ][copies of L1 ]
+    """
+
+    kept_s: float
+    """Seconds of kernels that do not recompute."""
+    rebuild_s: float
+    """Seconds of kernels that recompute."""
+    idle_s: float
+    """Waits of compute, as in ``Pass``."""
+    copy_s: float
+    """Seconds of the copy lane that has more work."""
+    around_s: float
+    """Seconds of the kernels that certainly come before that lane's copies, or after them."""
+    collective_s: float
+    p2p_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """A pass of one stage that plays all layers forward and then all backward."""
+
+    forward: Half
+    backward: Half
+    outside_s: float
+    """Seconds of the other kernels."""
+
+
+@dataclass(frozen=True, slots=True)
 class Held:
     """Peak bytes of a pass, without parameters, gradients and states."""
 
@@ -192,11 +233,14 @@ class Passes:
     """
 
     def __init__(self, hardware: Hardware, cluster: Cluster) -> None:
+        self._hardware, self._cluster = hardware, cluster
         self._pricers = Pricers(hardware, cluster)
         self._lowered: Recent[_Question, _FewLayers] = Recent(MOST_LOWERED, _FewLayers.size)
         self._kernels: dict[_Question, _Line] = {}
         self._lanes: dict[_Question, tuple[_Line, _Line]] = {}
         """Of each lane, and of the ``WAITS``."""
+        self._halves: dict[_Question, _Line | None] = {}
+        """Of forward and backward: of each lane, and of the ``OF_HALVES``; None where they are not told apart."""
         self._peaks: dict[_Question, tuple[_Peak, _Peak]] = {}
         """Of the device, and of the host."""
 
@@ -208,7 +252,7 @@ class Passes:
         """
         times, question = self._few(decisions, layers)
         if question not in self._lanes:
-            self._lanes[question] = self._lower(question).lanes()
+            self._know_lanes(question)
         of_lanes, waits = self._lanes[question]
         lanes, idle = of_lanes.at(times), waits.at(times).tolist()
         return replace(
@@ -219,6 +263,26 @@ class Passes:
             collective_s=float(max(lanes[lane] for lane in COLLECTIVE_LANES.values())),
             p2p_s=float(lanes[Lane.P2P]),
         )
+
+    def halves(self, decisions: Decisions, layers: Sequence[LayerShape]) -> Halves | None:
+        """Return the forward and the backward of the pass of ``of``; None where other kernels lie among theirs.
+
+        Raises:
+            Infeasible: see ``of``.
+        """
+        times, question = self._few(decisions, layers)
+        if question not in self._halves:
+            self._know_lanes(question)
+        line = self._halves[question]
+        if line is None:
+            return None
+        forward, backward = (_half(seconds, copies) for seconds, copies in zip(line.at(times), HALVES, strict=True))
+        inside_s = (half.kept_s + half.rebuild_s for half in (forward, backward))
+        return Halves(forward, backward, float(self._of_kernels(question, times)[0]) - sum(inside_s))
+
+    def _know_lanes(self, question: _Question) -> None:
+        lowered = self._lower(question)
+        self._lanes[question], self._halves[question] = lowered.lanes(), lowered.halves()
 
     def waited(self, decisions: Decisions, layers: Sequence[LayerShape]) -> Pass:
         """Return the pass of ``of``, but of a long ring and of METP on many ranks only the compute lane's part.
@@ -321,7 +385,10 @@ class Passes:
         def lowered() -> _FewLayers:
             alone, middle, devices = question
             pricer = self._pricers.of(alone, devices=devices)
-            return _FewLayers(alone, pricer, middle, _repeated(question))
+            rates = NodeRates(self._hardware, self._cluster, min(self._cluster.devices_per_node, devices))
+            # No lane is faster than while no other lane is busy.
+            fastest = np.array([rates.rates(1 << lane)[lane] for lane in Lane])
+            return _FewLayers(alone, pricer, fastest, middle, _repeated(question))
 
         return self._lowered.of(question, lowered)
 
@@ -382,10 +449,11 @@ def gathers(decisions: Decisions) -> bool:
 class _FewLayers:
     """One micro-batch of a few layers; the layers ``middle`` can be repeated."""
 
-    def __init__(self, decisions: Decisions, pricer: Pricer, middle: range, repeated: range) -> None:
-        """``repeated``: the layers of ``middle`` that are repeated where bytes are counted."""
+    def __init__(self, decisions: Decisions, pricer: Pricer, fastest: Floats, middle: range, repeated: range) -> None:
+        """``fastest``: the largest rate of each lane. ``repeated``: the layers of ``middle`` of which bytes repeat."""
         program = lower_passes(decisions)
         self._decisions, self._program, self._repeated = decisions, program, repeated
+        self._first_repeated = middle.start
         templates, instances = program.templates, program.instances
         lengths = np.array([len(template.instructions) for template in templates])
         of_instance = program.template_of
@@ -396,6 +464,7 @@ class _FewLayers:
         rows = np.array(_rows(templates, pricer))[:, at]
         seconds, attention, rebuilt, again, begins, exchanged = rows[1:]
         self._lane = rows[0].astype(np.int64)
+        seconds = seconds / fastest[self._lane]
         of_template = of_instance[self._instance]
         self._inside = np.array([_in_every_micro_batch(t) for t in templates])[of_template]
         self._middle = self._inside & self._of_instances([i.layer in middle for i in instances])
@@ -426,6 +495,10 @@ class _FewLayers:
     def _columns(self) -> FoldedColumns:
         return fold(self._program)
 
+    @cached_property
+    def _edges(self) -> Edges:
+        return derive_edges(self._columns)
+
     def kernels(self) -> _Line:
         """Return the seconds of ``KERNELS``."""
         compute_s = self._seconds * (self._lane == Lane.COMPUTE)
@@ -435,15 +508,68 @@ class _FewLayers:
         """Return the seconds of every lane, and compute's waits: of each of ``WAITS``."""
         once: Floats = np.bincount(self._lane, self._seconds, len(Lane)).astype(np.float64)
         more: Floats = np.bincount(self._lane, self._seconds * self._middle, len(Lane)).astype(np.float64)
-        idle, uncut = self._idle_s()
+        idle, uncut = self._idle
         inside = (idle * self._inside_forward, idle * self._inside_backward)
         waits = np.array([idle, *inside, uncut, idle * self._exchanged])
         return _Line(once, more), _Line(waits.sum(axis=1), waits[:, self._middle].sum(axis=1))
 
-    def _idle_s(self) -> tuple[Floats, Floats]:
-        """Return the waits before each kernel: all, and those that ``Pass.uncut_idle_s`` counts."""
+    def halves(self) -> _Line | None:
+        """Return for forward and backward the seconds of every lane and of ``OF_HALVES``; None if others lie inside.
+
+        Of a model whose layers are all lowered, one of them counts as the first that may be repeated.
+        """
+        of_templates = np.array([_half_of(template) for template in self._program.templates])
+        half = of_templates[self._program.template_of][self._instance]
+        compute = self._lane == Lane.COMPUTE
+        (first, turned), (turns, last) = (
+            (at[0], at[-1]) for at in (np.flatnonzero(compute & (half == n)) for n in (0, 1))
+        )
+        if turned > turns or self._decisions.layout.subsequences > 1:
+            return None
+        half = np.full(len(half), -1)
+        half[first : turned + 1], half[turns : last + 1] = 0, 1
+        half[~self._inside] = -1
+        before, after = _kernels_around(self._lane, self._edges)
+        known = self._inside & (before >= 0) & (after < len(half))
+        idle, rebuilt = self._idle[0], self._parts[1]
+        found = np.zeros((2, 2, len(Lane) + len(OF_HALVES)))
+        for number, copies in enumerate(HALVES):
+            mine = half == number
+            inside = known & mine[np.where(known, before, 0)] & mine[np.where(known, after, 0)]
+            inside = np.where(compute, mine, inside)
+            for chosen, row in ((inside, found[0]), (inside & self._middle, found[1])):
+                seconds = self._seconds * chosen
+                row[number, : len(Lane)] = np.bincount(self._lane, seconds, len(Lane))
+                row[number, len(Lane) : -1] = (seconds * rebuilt * compute).sum(), (idle * chosen).sum()
+            found[0, number, -1] = self._around_s(inside, copies, before, after)
+        return _Line(found[0], found[1])
+
+    def _around_s(self, inside: Flags, copies: Lane, before: Ints, after: Ints) -> float:
+        """Return the seconds of a half's kernels that certainly come before or after its copies.
+
+        ``inside``: the half's kernels and what lies among them. ``before``, ``after``: see ``_kernels_around``. Layers
+        that are left out come between those before the first that repeats, and the others.
+        """
+        kernels = inside & (self._lane == Lane.COMPUTE)
+        ended = np.cumsum(self._seconds * kernels)
+        copied = np.flatnonzero(inside & (self._lane == copies))
+        done = np.cumsum(self._seconds[copied])
+        layer = np.array([-1 if i.layer is None else i.layer for i in self._program.instances])[self._instance]
+        early = layer[copied] < self._first_repeated
+        if copies is Lane.H2D:  # a backward begins with the last layer
+            early = ~early
+        parted = int(early.sum())
+        if not early[:parted].all() or not 0 < parted < len(copied):
+            return 0.0
+        head = ended[before[copied]] - (done - self._seconds[copied])
+        tail = ended[-1] - (ended - self._seconds * kernels)[after[copied]] - (done[-1] - done)
+        return max(0.0, float(head[:parted].max())) + max(0.0, float(tail[parted:].max()))
+
+    @cached_property
+    def _idle(self) -> tuple[Floats, Floats]:
+        """The waits before each kernel: all, and those that ``Pass.uncut_idle_s`` counts."""
         ulysses = (self._lane == Lane.ULYSSES) & (self._forward > 0)
-        idle, uncut = _idle_s(self._columns, self._seconds, hidden=ulysses)
+        idle, uncut = _idle_s(self._columns.lane, self._edges, self._seconds, hidden=ulysses)
         kernels = np.flatnonzero(self._lane == Lane.COMPUTE)
         instances, firsts = np.unique(self._instance[kernels], return_index=True)
         of_layers = [_is_layer_backward(_template(self._program, i)) for i in self._program.instances]
@@ -558,7 +684,46 @@ def _of_layers(program: Program, chosen: range, kinds: Sequence[int]) -> Ints:
     return found
 
 
-def _idle_s(columns: FoldedColumns, seconds: Floats, *, hidden: Flags) -> tuple[Floats, Floats]:
+def _half(seconds: Floats, copies: Lane) -> Half:
+    """Return one half of a pass; ``seconds``: of every lane, and of ``OF_HALVES``."""
+    rebuild_s, idle_s, around_s = seconds[len(Lane) :].tolist()
+    return Half(
+        kept_s=float(seconds[Lane.COMPUTE]) - rebuild_s,
+        rebuild_s=rebuild_s,
+        idle_s=idle_s,
+        copy_s=float(seconds[copies]),
+        around_s=around_s,
+        collective_s=float(max(seconds[lane] for lane in COLLECTIVE_LANES.values())),
+        p2p_s=float(seconds[Lane.P2P]),
+    )
+
+
+def _half_of(template: Template) -> int:
+    """Return 0 for the forward of a layer, 1 for a backward, and -1 for everything else."""
+    if _is_layer_backward(template):
+        return 1
+    return 0 if template.block is BlockKind.LAYER and template.kind is TemplateKind.FORWARD else -1
+
+
+def _kernels_around(lane: Ints, edges: Edges) -> tuple[Ints, Ints]:
+    """Return for each instruction beside compute a kernel that certainly ends before it, and one that begins after it.
+
+    They are the last and the first that are known: -1, or the number of instructions, where none is. A lane's order
+    counts as well.
+    """
+    total, compute = len(lane), lane == Lane.COMPUTE
+    before, after = np.full(total, -1, dtype=np.int64), np.full(total, total, dtype=np.int64)
+    made, needed = compute[edges.producer], compute[edges.consumer]
+    np.maximum.at(before, edges.consumer[made], edges.producer[made])
+    np.minimum.at(after, edges.producer[needed], edges.consumer[needed])
+    for number in np.unique(lane[~compute]).tolist():
+        mine = np.flatnonzero(lane == number)
+        before[mine] = np.maximum.accumulate(before[mine])
+        after[mine] = np.minimum.accumulate(after[mine][::-1])[::-1]
+    return before, after
+
+
+def _idle_s(lane: Ints, edges: Edges, seconds: Floats, *, hidden: Flags) -> tuple[Floats, Floats]:
     """Return for each kernel a lower bound of the time that compute waits before it, however far other lanes run ahead.
 
     The second bound leaves waits for the ``hidden`` instructions out.
@@ -568,7 +733,6 @@ def _idle_s(columns: FoldedColumns, seconds: Floats, *, hidden: Flags) -> tuple[
         compute      [A]      [B]
         collective      [C ]           C reads what A wrote, B reads what C wrote
     """
-    edges, lane = derive_edges(columns), columns.lane
     kernels = np.flatnonzero(lane == Lane.COMPUTE)
     earlier = np.full(len(lane), -1, dtype=np.int64)
     earlier[kernels[1:]] = kernels[:-1]

@@ -325,7 +325,7 @@ def _layout(
         zero=zero,
         zero_ranks=zero_ranks,
         subsequences=subsequences,
-        partition=pins.partition,
+        partition=question.partition(subsequences),
     )
 
 

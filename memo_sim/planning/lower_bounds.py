@@ -1,9 +1,12 @@
 """Lower bounds of a plan: step time, device memory and host memory, from a few of its layers (``few_layers.py``).
 
 The bound of the step time uses the compute lane's work W and the time I for which compute has to wait. A lane that is
-busy for B beside compute slows compute to the rate r. Compute avoids that only by waiting as well:
+busy for B slows compute beside it to the rate r. While compute waits, it does not:
 
-    T >= W + (1 - r) B + r I
+    T >= W + I + (1 - r) max(0, B - I)
+
+Without stages, forward and backward are such times, one after the other. Neither is shorter than its copies, which
+have to wait for the first layer, and for which the last one waits (``few_layers.Halves``).
 
 In a pipeline, every stage gives a bound, and the largest counts. A stage plays all micro-batches. Before, it waits for
 its first input to pass the earlier stages; after, those have the last backward to play, or it ends the step itself.
@@ -29,7 +32,7 @@ from memo_sim.engine.layers import step_s_of_few_layers
 from memo_sim.memory.eager_framework import fused_loss, libraries_of
 from memo_sim.memory.huggingface import absent_states
 from memo_sim.planning.beside_kept import Change, has_waits, passes_beside
-from memo_sim.planning.few_layers import Held, Pass, Passes, of_one_pass
+from memo_sim.planning.few_layers import Half, Halves, Held, Pass, Passes, of_one_pass
 from memo_sim.planning.in_flight_bytes import in_flight_bytes
 from memo_sim.planning.pipeline_lower_bound import kept
 from memo_sim.planning.presets import Policy
@@ -94,6 +97,8 @@ class _Parts:
     """The whole model; where stages share nothing, only its head."""
     layers: tuple[Pass, ...]
     """One more layer of each kind; one for all kinds where each is as good. Zero where they are not needed."""
+    halves: Halves | None = None
+    """The forward and the backward of the whole model, in one stage; None where they are not told apart."""
 
 
 class LowerBounds:
@@ -155,12 +160,14 @@ class LowerBounds:
         parts = self._either(low, high)
         if low.layout.multiplexed:
             return self._shared_s(parts.whole, low.layout.pp)
-        return self._step_s(low, parts.whole, parts.layers, self._ends.of(low))
+        return self._step_s(low, parts, self._ends.of(low))
 
     def _either(self, low: Decisions, high: Decisions) -> _Parts:
         few, many = self._parts(low), self._parts(high)
+        if few == many:
+            return few
         layers = tuple(_either(*each) for each in zip(few.layers, many.layers, strict=True))
-        return _Parts(_either(few.whole, many.whole), layers)
+        return _Parts(_either(few.whole, many.whole), layers, _either_halves(few.halves, many.halves))
 
     def of_one_stage(self, low: Decisions, high: Decisions, enough_s: float = inf) -> float:
         """Return a lower bound of the step seconds of the plans of ``between``, from a stage that is played alone.
@@ -235,7 +242,7 @@ class LowerBounds:
         parts = self._of_parts(decisions)
         if decisions.layout.multiplexed or in_chunks(decisions):
             return replace(bound, step_s=self._shared_s(parts.whole, decisions.layout.pp))
-        return replace(bound, step_s=self._step_s(decisions, parts.whole, parts.layers))
+        return replace(bound, step_s=self._step_s(decisions, parts))
 
     def of_layout(self, keep: Decisions, beside: Sequence[Policy], *, waits: bool = False) -> LowerBound:
         """Return lower bounds of all plans of a layout: from states, and from the time of ``keep`` (``beside_s``).
@@ -294,7 +301,7 @@ class LowerBounds:
             for change in changes:
                 if change not in known_s:
                     layers = [change.of(each) for each in parts.layers]
-                    known_s[change] = self._step_s(keep, change.of(parts.whole), layers)
+                    known_s[change] = self._step_s(keep, _Parts(change.of(parts.whole), tuple(layers)))
             found_s = min(found_s, max(known_s[change] for change in changes) / gain)
         return found_s
 
@@ -310,7 +317,7 @@ class LowerBounds:
         """
         whole = msgspec.structs.replace(decisions, swapped_tokens=0)
         parts = self._parts(whole)
-        return self._step_s(whole, parts.whole, parts.layers, self._ends.of(whole))
+        return self._step_s(whole, parts, self._ends.of(whole))
 
     def memory(self, decisions: Decisions, *, any_alpha: bool = False, eager_too: bool = False) -> LowerBound:
         """Return lower bounds of memory alone, from states, kept and swapped tensors; nothing is lowered or priced.
@@ -375,18 +382,22 @@ class LowerBounds:
         bound = self.of(decisions)
         if bound.step_s >= limit_s or self.shortfall_bytes(bound) > 0:
             return True
-        if limit_s == inf:
+        if limit_s == inf or decisions.layout.pp == 1:  # without stages, one stage alone is the plan
             return False
         if self.of_passes(decisions, decisions) >= limit_s:
             return True
         return self.of_one_stage(decisions, decisions, limit_s) >= limit_s
 
-    def lack_device(self, decisions: Decisions) -> bool:
-        """Return whether the plan is known to need more device memory than there is."""
+    def lack_device(self, decisions: Decisions, *, lowered: bool = True) -> bool:
+        """Return whether the plan is known to need more device memory than there is.
+
+        Without ``lowered``, few layers are not lowered for it: of a plan without stages, all cost no more.
+        """
         room = self.device_room_bytes
         if self.rough(decisions, keep=None).device_bytes > room:
             return True
-        return (self.of_fullest_stage(decisions) or self.of(decisions).device_bytes) > room
+        of_stage = self.of_fullest_stage(decisions)
+        return (of_stage or self.of(decisions).device_bytes if lowered else of_stage) > room
 
     def of_fullest_stage(self, decisions: Decisions) -> int:
         """Return a lower bound of a device's bytes, from stages that are likely to need most; 0 where there is none.
@@ -508,8 +519,9 @@ class LowerBounds:
             decisions, of = kept(decisions), self.passes.computed
         model, layout = decisions.model, decisions.layout
         if layout.pp == 1:
-            whole = of(decisions, [model.layer(n) for n in range(model.layers)])
-            return _Parts(whole, (_times(whole, 0),))
+            every = [model.layer(n) for n in range(model.layers)]
+            whole, halves = of(decisions, every), self.passes.halves(decisions, every) if of == self.passes.of else None
+            return _Parts(whole, (_times(whole, 0),), halves)
         some = [[of(decisions, [shape] * count) for count in ALONE] for shape in model.layer_shapes]
         each = tuple(_added(more, fewer, ALONE[1] - ALONE[0]) for fewer, more in some)
         if layout.multiplexed:
@@ -584,7 +596,7 @@ class LowerBounds:
         else:
             host_bytes = (host + min(held.host_bytes for held, _ in found)) * self._local(decisions)
         return LowerBound(
-            step_s=self._step_s(decisions, parts.whole, parts.layers, ends),
+            step_s=self._step_s(decisions, parts, ends),
             device_bytes=device + int(max(least, in_flight * layer_bytes, self._in_flight(high))),
             host_bytes_per_node=host_bytes,
         )
@@ -605,16 +617,19 @@ class LowerBounds:
         rows = min(decisions.loss_chunk_tokens or shape.tokens, shape.tokens)
         return rows * shape.vocab * DTYPE_BYTES[decisions.dtype]
 
-    def _step_s(self, decisions: Decisions, whole: Pass, layers: Sequence[Pass], ends: Sequence[StepEnd] = ()) -> float:
+    def _step_s(self, decisions: Decisions, parts: _Parts, ends: Sequence[StepEnd] = ()) -> float:
         """Return a lower bound of the step seconds.
 
-        ``layers``: the pass of one more layer, by kind. ``ends``: the end of the step, by kind, where it is counted.
+        ``ends``: the end of the step, by kind, where it is counted.
         """
+        whole = parts.whole
         if decisions.layout.pp == 1:
             # The layers that stay in a rounding buffer are not among the copies of a whole model.
             pass_s = max(self._busy_s(whole), _with_copies_s(whole) if _rounding(decisions) else 0.0)
+            if parts.halves:
+                pass_s = max(pass_s, self._of_halves_s(parts.halves))
             return pass_s * decisions.micro_batches + _ends_s(ends, decisions.model.layer_kinds)
-        return max(self._of_stages(decisions, whole, layers, ends))
+        return max(self._of_stages(decisions, whole, parts.layers, ends))
 
     def _of_stages(
         self, decisions: Decisions, whole: Pass, layers: Sequence[Pass], ends: Sequence[StepEnd]
@@ -685,10 +700,30 @@ class LowerBounds:
 
     def _busy_s(self, one: Pass) -> float:
         """Return a lower bound of the seconds that compute is busy or waits in one pass."""
-        found = one.compute_s + one.idle_s
-        for name, rate in self._slowed.items():
-            found = max(found, one.compute_s + (1 - rate) * getattr(one, name) + rate * one.idle_s)
-        return max(found, one.copy_s, one.collective_s, one.p2p_s)
+        slowed_s = self._slowed_s(one.compute_s, one.idle_s, one)
+        return max(slowed_s, one.copy_s, one.collective_s, one.p2p_s)
+
+    def _of_halves_s(self, halves: Halves) -> float:
+        """Return a lower bound of the seconds of one pass, whose forward and backward come one after the other."""
+        found = halves.outside_s
+        for half in (halves.forward, halves.backward):
+            slowed_s = self._slowed_s(half.kept_s + half.rebuild_s, half.idle_s, half)
+            found += max(slowed_s, half.copy_s + half.around_s, half.collective_s, half.p2p_s)
+        return found
+
+    def _slowed_s(self, kernels_s: float, idle_s: float, beside: Pass | Half) -> float:
+        """Return W + I + the sum of c (B - I) over the lanes that are busy for longer than compute waits.
+
+        Compute at a rate of 1 - a beside one lane and of 1 - b beside another one has that of (1 - a) (1 - b) beside
+        both, so at least ``a + (1 - a) b`` is lost: c is a for the lane that slows it most, and (1 - a) b for the next.
+        """
+        lost = [((1 - rate) * (getattr(beside, name) - idle_s), rate) for name, rate in self._slowed.items()]
+        found, left = kernels_s + idle_s, 1.0
+        for seconds, rate in sorted(lost, reverse=True):
+            if seconds > 0.0:
+                found += left * seconds
+                left *= rate
+        return found
 
     def _states(self, decisions: Decisions) -> tuple[int, int]:
         """Return the bytes of one rank's parameters, gradients and optimizer states: on the device, and on the host.
@@ -963,3 +998,19 @@ def _either(first: Pass, second: Pass) -> Pass:
     least = {f.name: min(getattr(first, f.name), getattr(second, f.name)) for f in fields(Pass)}
     kept_s = min(first.compute_s - first.rebuild_s, second.compute_s - second.rebuild_s)
     return replace(Pass(**least), compute_s=kept_s + least["rebuild_s"])
+
+
+def _either_halves(first: Halves | None, second: Halves | None) -> Halves | None:
+    """Return halves that are no longer than those of either plan, or of plans between; None where one's are not known.
+
+    Which kernels come before and after copies differs between plans.
+    """
+    if first is None or second is None:
+        return None
+    forward, backward = (
+        Half(**{f.name: min(getattr(a, f.name), getattr(b, f.name)) for f in fields(Half)})
+        for a, b in ((first.forward, second.forward), (first.backward, second.backward))
+    )
+    return Halves(
+        replace(forward, around_s=0.0), replace(backward, around_s=0.0), min(first.outside_s, second.outside_s)
+    )

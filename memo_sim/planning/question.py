@@ -20,6 +20,7 @@ from memo_sim.contract.knobs import (
     MemoryPolicy,
     Modules,
     Overlap,
+    Partition,
     Pins,
     RowwiseKernel,
     Sharding,
@@ -154,6 +155,11 @@ class Question(Chosen):
         if layers != ALL:
             return False
         return self.preset.rounding_buffers and self.memory_policy == "planned" and not self.pins.offload_window
+
+    def partition(self, subsequences: int) -> Partition:
+        """How a sequence is cut into ``subsequences``: into equal work, or equal lengths where layers differ."""
+        unlike = subsequences > 1 and len(self.model.layer_shapes) > 1
+        return self.pins.partition or ("length" if unlike else "flops")
 
     def _loss(self, layout: Layout) -> Loss:
         """Return the form that is given, or else the system's own on that layout."""

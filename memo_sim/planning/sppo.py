@@ -119,7 +119,7 @@ def _allowed(question: Question) -> list[Choice]:
 
 
 def _choice(question: Question, prices: PartPrices, sp: int, pp: int, number: int) -> Choice:
-    cut = question.pins.partition
+    cut = question.partition(number)
     layout = Layout(tp=sp, sequence_parallel=sp > 1, pp=pp, subsequences=number, partition=cut)
     base = Decisions(model=question.model, layout=layout, seq_tokens=question.seq_tokens, dtype=question.dtype)
     kernel = attention_kernel(question)

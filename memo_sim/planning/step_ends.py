@@ -18,6 +18,7 @@ from memo_sim.costs.pricing import Pricer
 from memo_sim.planning.pricers import Pricers
 from memo_sim.program.ir.instruction import COLLECTIVE_LANES, Lane, Template
 from memo_sim.program.ir.kinds import TemplateKind
+from memo_sim.program.layout.attention_chunks import in_chunks
 from memo_sim.program.layout.recomputed_layers import ALL
 from memo_sim.program.lower import lower
 
@@ -62,13 +63,15 @@ class StepEnds:
             Infeasible: when the plan cannot be lowered, or the profile has not measured its work.
         """
         model, layout = decisions.model, decisions.layout
+        # Attention as a whole may be more than a kernel can count; what is kept changes nothing here.
+        kept = {} if in_chunks(decisions) else KEPT
         one_stage = {"pp": 1, "pp_layers": (), "schedule": "1f1b", "virtual_stages": 1, "multiplexed": False}
         alone = msgspec.structs.replace(
             decisions,
             model=model.of_layers(model.layer_shapes),
             layout=msgspec.structs.replace(layout, subsequences=1, **one_stage),
             global_batch=layout.dp * decisions.micro_batch,
-            **KEPT,
+            **kept,
         )
         # Where stages lie on nodes decides how fast ranks of one stage exchange.
         placed = msgspec.structs.replace(layout, schedule="1f1b", virtual_stages=1, pp_layers=())

@@ -6,18 +6,24 @@ most that a rank can send, except in the test of overflow. Bytes that ranks copy
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from memo_sim.contract import codec
 from memo_sim.contract.experts import Experts
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.memory.place import place
+from memo_sim.program.arena.requests import requests_of
 from memo_sim.program.layout.partition import partition
+from memo_sim.program.lower import lower
 from tests.distributed import parity
 from tests.distributed.team import Member, Team
-from tests.distributed.test_sppo_gradients import planned
+from tests.distributed.test_sppo_gradients import planned, train
+from tests.exec_cpu.plans import BYTES, byte_decisions, plan_of, predicted
 from tests.exec_cpu.small import EXPERT_MODELS, WHOLE_MODELS, decide
 
 WHOLE: dict[str, Any] = {"sequence_parallel": True, "expert_tp": 1}
@@ -82,6 +88,8 @@ def chosen(name: str, layout: Layout, fields: dict[str, Any]) -> Decisions:
     model = WHOLE_MODELS[name.removeprefix("whole ")] if name.startswith("whole") else EXPERT_MODELS[name]
     if layers:
         model = msgspec.structs.replace(model, layers=layers)
+    if len(model.layer_shapes) > 1:
+        layout = msgspec.structs.replace(layout, partition="length")
     granules = 4 * layout.cp * layout.ulysses * (layout.tp if layout.sequence_parallel else 1)
     sizes: dict[str, Any] = {"seq_tokens": 128 * granules, "micro_batch": 1, "global_batch": 2 * layout.dp}
     if layout.ep > 1:
@@ -134,3 +142,40 @@ def test_losses_of_the_router_are_of_whole_sequences(team: Team, monkeypatch: py
     name, layout, fields = LOSSES[case]
     monkeypatch.setitem(EXPERT_MODELS, name, with_losses(name, balance=0.3, z_loss=0.02))
     check(team, chosen(name, layout, fields))
+
+
+RUNS: dict[str, tuple[Layout, dict[str, Any]]] = {
+    "stages": (Layout(pp=2, subsequences=2, partition="length"), {"swapped_tokens": 512}),
+    "stages and ep": (
+        Layout(pp=2, dp=2, ep=2, subsequences=2, partition="length"),
+        {"recompute": "full", "swapped_tokens": 0, "expert_capacity": 2.0},
+    ),
+}
+
+
+@pytest.fixture
+def plans(tmp_path: Path) -> dict[str, Path]:
+    """Plans of the same training, each with the arena of its largest stage and its predicted copies."""
+    model = msgspec.structs.replace(EXPERT_MODELS["first layer dense"], layers=4, vocab=BYTES)
+    model = model.of_layers([model.layer(0), *[model.layer(1)] * 3])
+    written = {}
+    for name, (layout, fields) in {"whole": (Layout(), {"swapped_tokens": 512}), **RUNS}.items():
+        decided = byte_decisions(model=model, seq_tokens=512, layout=layout, global_batch=2, **fields)
+        arenas = [place(requests_of(each), solver="greedy") for each in lower(decided)]
+        arena = max(arenas, key=lambda each: each.arena_bytes)
+        prediction = predicted(peak_device_bytes=arena.arena_bytes, moved_bytes=planned(decided, 0))
+        written[name] = tmp_path / f"{name}.json"
+        codec.write(written[name], plan_of(decided, prediction, placement=arena))
+        codec.write(tmp_path / f"{name}.placement.json", arena)
+    return written
+
+
+@pytest.mark.parametrize("name", ["stages", pytest.param("stages and ep", marks=pytest.mark.slow)])
+def test_memo_exec_runs_plans_as_predicted(team: Team, plans: dict[str, Path], name: str) -> None:
+    whole = train(Member(0, 1), plans["whole"]).comparison
+    for outcome in (found := team.play(train, RUNS[name][0].devices, plans[name], meets=False)):
+        assert outcome.comparison.losses[0] == pytest.approx(whole.losses[0], rel=parity.TOLERANCE)
+    comparison = found[0].comparison
+    assert comparison.predicted is not None
+    assert comparison.predicted.peak_device_bytes in comparison.peak_device_bytes_by_rank  # of the largest stage
+    assert comparison.measured.moved_bytes == comparison.predicted.moved_bytes

@@ -260,6 +260,31 @@ def test_windows_and_sinks_in_subsequences(
     matches(team, name, sppo(name, layout, policy, **fields), debug=True)
 
 
+UNLIKE = [
+    ("differing5", Layout(pp=2, pp_layers=(2, 3), subsequences=3), "tokenwise mixed"),
+    ("gemma3-4", Layout(pp=2, subsequences=3), "full, inputs mixed"),
+    ("differing5", Layout(pp=2, pp_layers=(3, 2), schedule="zero-bubble", subsequences=3), "swap mixed in a window"),
+    (
+        "differing5",
+        Layout(pp=2, pp_layers=(1, 1, 2, 1), schedule="interleaved", virtual_stages=2, subsequences=4),
+        "full in a window",
+    ),
+    ("differing5", Layout(tp=2, sequence_parallel=True, dp=2, zero=3, subsequences=2), "tokenwise in a window"),
+    ("gemma3-4", Layout(cp=2, pp=2, subsequences=2), "tokenwise swap"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "policy"),
+    [*UNLIKE[:2], *(pytest.param(*each, marks=pytest.mark.slow) for each in UNLIKE[2:])],
+    ids=text,
+)
+def test_layers_that_differ_in_subsequences(team: Team, name: str, layout: Layout, policy: str) -> None:
+    layout = msgspec.structs.replace(layout, partition="length")
+    rows = 128 * layout.subsequences * layout.tp * layout.cp
+    matches(team, name, sppo(name, layout, policy, seq_tokens=rows), debug=True)
+
+
 QUICK = {("gpt", "full, inputs mixed"), ("gpt", "swap"), ("gpt", "tokenwise mixed"), ("llama", "full")}
 QUICK |= {("llama", "swap mixed"), ("llama", "tokenwise"), ("llama", "tokenwise mixed")}
 QUICK |= {("gpt", "swap mixed in a window"), ("llama", "tokenwise in a window")}

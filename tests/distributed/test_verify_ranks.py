@@ -14,6 +14,7 @@ from memo_exec.kernels import KERNELS, Call, Kernel
 from memo_exec.verification.local_ranks import play_on_ranks
 from memo_exec.verification.reduction import reduced
 from memo_exec.verification.verify import plays_of, verify
+from memo_sim.contract.catalog import load_model
 from memo_sim.contract.errors import MemoError
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.contract.verdict import Verdict
@@ -150,6 +151,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "model": msgspec.structs.replace(LLAMA, window=4096),
         "layout": Layout(cp=2, subsequences=8),
         "micro_batch": 2,
+    },
+    "experts in subsequences": {
+        "model": load_model("qwen3-30b-a3b"),
+        "layout": Layout(pp=2, dp=2, ep=2, subsequences=8),
+        "recompute": "tokenwise",
+        "swapped_tokens": 2**16,
+    },
+    "unlike layers with experts in subsequences": {
+        "model": load_model("deepseek-v3"),
+        "layout": Layout(tp=2, sequence_parallel=True, pp=2, ep=2, expert_tp=1, subsequences=8, partition="length"),
+        "global_batch": 2,
     },
     "zero 2, host states": {"layout": Layout(dp=8, zero=2), "states": "host"},
     "hsdp": {"model": GPT, "layout": Layout(dp=64, zero=3, zero_ranks=8), "recompute_layers": "every-2"},

@@ -28,6 +28,7 @@ that precede it, in two more calls. In the picture, the late chunk of rank 1 (c6
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
@@ -38,6 +39,7 @@ from memo_sim.program.ir.kinds import Phase
 from memo_sim.program.ir.work import Collective, Rowwise
 from memo_sim.program.layout.documents import gathered_segments, shared
 from memo_sim.program.layout.shape import Shape
+from memo_sim.program.operators.library_calls import CHUNKS, in_equal_calls
 
 D_ALL, D_MINE = "d_kv.all", "d_kv.mine"
 
@@ -62,7 +64,7 @@ def start(builder: TemplateBuilder, decisions: Decisions, shape: Shape, suffix: 
         f"kv.gather{suffix}",
         "all_gather",
         Lane.CP,
-        Collective("all_gather", _all_bytes(decisions, shape), shape.cp, "cp"),
+        _collective("all_gather", decisions, shape),
         shard=reads(builder.all(mine)),
         full=writes(builder.all(everyone)),
     )
@@ -94,7 +96,7 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
         "d_kv.scatter",
         "reduce_scatter",
         Lane.CP,
-        Collective("reduce_scatter", _all_bytes(decisions, shape), shape.cp, "cp"),
+        _collective("reduce_scatter", decisions, shape),
         full=reads(builder.all(D_ALL)),
         shard=writes(builder.all(D_MINE)),
     )
@@ -151,5 +153,7 @@ def most_keys(decisions: Decisions, shape: Shape) -> int:
     return ranks * (shape.tokens // 2)
 
 
-def _all_bytes(decisions: Decisions, shape: Shape) -> int:
-    return shape.cp * shape.tokens * shape.cache_width * DTYPE_BYTES[decisions.dtype]
+def _collective(kind: Literal["all_gather", "reduce_scatter"], decisions: Decisions, shape: Shape) -> Collective:
+    """Return the exchange of all ranks' keys and values, or of their gradients."""
+    size = shape.cp * shape.tokens * shape.cache_width * DTYPE_BYTES[decisions.dtype]
+    return Collective(kind, size, shape.cp, "cp", calls=in_equal_calls(decisions, kind, size, CHUNKS))

@@ -42,6 +42,7 @@ from memo_sim.program.ir.work import Collective, Rowwise
 from memo_sim.program.layout.partition import partition
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.subsequence import run_ends
+from memo_sim.program.operators.library_calls import CHUNKS, in_equal_calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +288,7 @@ class _GatheredBlocks(_Calls):
 
     def _collective(self, op: Literal["all_gather", "reduce_scatter"], name: str, block: Block, **rows: Access) -> None:
         size = self.shape.cp * block.keys.tokens * self.shape.cache_width * DTYPE_BYTES[self.decisions.dtype]
-        work = Collective(op, size, self.shape.cp, "cp")
         by_sequence = self.several and not block.own
+        calls = in_equal_calls(self.decisions, op, size, self.decisions.micro_batch if by_sequence else CHUNKS)
+        work = Collective(op, size, self.shape.cp, "cp", calls=calls)
         self.builder.emit(f"{name}{block.name}", f"{op}.sequences" if by_sequence else op, Lane.CP, work, **rows)

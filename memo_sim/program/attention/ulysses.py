@@ -28,6 +28,7 @@ from memo_sim.program.ir.builder import Rows, TemplateBuilder, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane
 from memo_sim.program.ir.work import Collective, Rowwise
 from memo_sim.program.layout.shape import Shape
+from memo_sim.program.operators.library_calls import by_row_block
 
 
 class Ulysses:
@@ -84,8 +85,10 @@ class Ulysses:
     def _all_to_all(self, name: str, send: Rows, recv: Rows, width: int) -> None:
         # The ranks make the same call, so its size is that of the rank with the most heads.
         fullest = self.shape.ulysses * self.shape.fullest_width(width)
-        size = min(send.tokens, recv.tokens) * fullest * DTYPE_BYTES[self.dtype]
-        work = Collective("all_to_all", size, self.shape.ulysses, "ulysses")
+        rows = min(send, recv, key=lambda side: side.tokens)  # the sequence-sharded side
+        size = rows.tokens * fullest * DTYPE_BYTES[self.dtype]
+        calls = by_row_block(self.builder, "all_to_all", rows, size)
+        work = Collective("all_to_all", size, self.shape.ulysses, "ulysses", calls=calls)
         self.builder.emit(name, "all_to_all", Lane.ULYSSES, work, send=reads(send), recv=writes(recv))
 
     def _copy(self, name: str, source: Rows, target: Rows) -> None:

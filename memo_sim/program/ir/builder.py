@@ -53,6 +53,8 @@ class TemplateBuilder:
     """The run of a parameter block that the following instructions update or add to."""
     further: bool = False
     """Whether the following instructions belong to the call of an earlier one."""
+    row_blocks: tuple[tuple[int, int], ...] = ()
+    """(first row, rows) of the row blocks that no call of a collective crosses (``operators/library_calls.py``)."""
     _slots: dict[str, str] = field(default_factory=dict)
     _numbers: dict[str, int] = field(default_factory=dict)
     _tokens: dict[str, int] = field(default_factory=dict)

@@ -24,6 +24,7 @@ from memo_sim.program.layout.attention_chunks import attention_chunks, in_chunks
 from memo_sim.program.layout.parameters import Block, gradient_dtype, without_masters
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.operators import workspaces as table
+from memo_sim.program.operators.library_calls import RowBlocks
 from memo_sim.program.operators.operators import OperatorWriter, RowBlock
 
 WIDE_WEIGHT, WIDE_INPUT, WIDE_INPUT_GRADIENT = "classifier.fp32", "final.fp32", "d_final.fp32"
@@ -44,9 +45,11 @@ def _own(slot: str, shape: Shape) -> Rows:
     return Rows(slot, shape.start, shape.tokens)
 
 
-def embed_forward(decisions: Decisions, shape: Shape, block: Block, families: Families) -> Template:
+def embed_forward(
+    decisions: Decisions, shape: Shape, block: Block, families: Families, *, row_blocks: RowBlocks = ()
+) -> Template:
     """Return the embedding's lookup; slots: ``input.ids``, ``params.embed``, ``x`` (the first layer's input)."""
-    builder = TemplateBuilder("embed.fwd", Phase.FORWARD, TemplateKind.FORWARD, BlockKind.EMBED)
+    builder = TemplateBuilder("embed.fwd", Phase.FORWARD, TemplateKind.FORWARD, BlockKind.EMBED, row_blocks=row_blocks)
     builder.bind(families["input.ids"])
     builder.bind(families["params.embed"], slot="params.embed")
     builder.bind(families["skeletal.x"], slot="x", tokens=shape.shard_tokens)
@@ -86,9 +89,13 @@ def embed_forward(decisions: Decisions, shape: Shape, block: Block, families: Fa
     return builder.build()
 
 
-def embed_backward(decisions: Decisions, shape: Shape, block: Block, families: Families) -> Template:
+def embed_backward(
+    decisions: Decisions, shape: Shape, block: Block, families: Families, *, row_blocks: RowBlocks = ()
+) -> Template:
     """Return the template that scatters the first layer's input gradient into the embedding's gradient."""
-    builder = TemplateBuilder("embed.bwd", Phase.BACKWARD, TemplateKind.BACKWARD, BlockKind.EMBED)
+    builder = TemplateBuilder(
+        "embed.bwd", Phase.BACKWARD, TemplateKind.BACKWARD, BlockKind.EMBED, row_blocks=row_blocks
+    )
     builder.bind(families["input.ids"])
     builder.bind(families["grads.embed"], slot="grads.embed")
     builder.bind(families["grad.x"], slot="grad.x")
@@ -121,13 +128,19 @@ def embed_backward(decisions: Decisions, shape: Shape, block: Block, families: F
 
 
 def head(
-    decisions: Decisions, shape: Shape, head_block: Block, embed_block: Block | None, families: Families
+    decisions: Decisions,
+    shape: Shape,
+    head_block: Block,
+    embed_block: Block | None,
+    families: Families,
+    *,
+    row_blocks: RowBlocks = (),
 ) -> Template:
     """Return final norm, classifier, loss and their backward; input slot ``head.x``, output slot ``grad.x``.
 
     ``embed_block`` has the classifier's weights when embeddings are tied.
     """
-    builder = TemplateBuilder("head", Phase.FORWARD, TemplateKind.FORWARD, BlockKind.HEAD)
+    builder = TemplateBuilder("head", Phase.FORWARD, TemplateKind.FORWARD, BlockKind.HEAD, row_blocks=row_blocks)
     rollout = (ROLLOUT,) if decisions.objective == "grpo" else ()
     frozen = decisions.lora is not None
     for name in ("head.x", "input.labels", *rollout, "params.head", *["grads.head"] * (not frozen), "loss", "grad.x"):

@@ -8,8 +8,9 @@ W(x_i) = i W(S) / N (SPPO 4, TeraPipe 3.3):
 
 Example: with S = 8 granules, k = 4 and N = 2 the first subsequence has 5.2 granules and the second 2.8, which round to
 5 and 3. Only layers count: equal work in one layer is equal work in a stage's layers. The head is on the last stage
-alone. With a window, every token has as many keys, and subsequences are equally long. Where some layers have a window,
-a counts in the others alone.
+alone. With a window, every token has as many keys, and subsequences are equally long. Of experts, c has those of one
+token. Where layers differ, parts of equal work in one layer are not so in another, and few layers that stand for all
+would have other parts: there subsequences have equal lengths (``rules/unlike_layers.py``).
 """
 
 from __future__ import annotations
@@ -47,12 +48,10 @@ def partition(decisions: Decisions) -> tuple[int, ...]:
             wanted=f"at most {granules}",
             hint="fewer --subsequences, or a longer sequence",
         )
-    unlimited = _share_without_window(decisions)
-    if layout.partition == "length" or not unlimited:
+    if layout.partition == "length" or 0 < decisions.model.layer(0).window < decisions.seq_tokens:
         ideal = [granules / parts] * parts
     else:
-        k = earlier_tokens(decisions.model) / unlimited
-        ideal = balanced(granules, parts, k / (granule * layout.ulysses * layout.cp))
+        ideal = balanced(granules, parts, earlier_tokens(decisions.model) / (granule * layout.ulysses * layout.cp))
     sizes = [size * granule for size in _whole(ideal, granules)]
     sizes[-1] -= granules * granule - tokens
     return tuple(sequences * size for size in sizes)
@@ -83,16 +82,9 @@ def swapped_parts(decisions: Decisions) -> tuple[int, ...]:
 def earlier_tokens(model: Model) -> float:
     """Return k: the number of earlier keys at which attention costs a token the same forward FLOPs as the products.
 
-    Where layers differ, these are the products of the average layer: all layers have the same subsequences.
+    Of experts, the products are those of one token.
     """
-    return 2.0 * (model.layers_matrix_params / model.layers) / (4.0 * model.score_width)
-
-
-def _share_without_window(decisions: Decisions) -> float:
-    """Return the fraction of layers whose tokens attend to all earlier keys."""
-    model, length = decisions.model, decisions.seq_tokens
-    windows = [model.layer_shapes[kind].window for kind in model.layer_kinds]
-    return sum(not 0 < window < length for window in windows) / len(windows)
+    return 2.0 * (model.layers_active_params / model.layers) / (4.0 * model.score_width)
 
 
 def balanced(length: float, parts: int, k: float) -> list[float]:

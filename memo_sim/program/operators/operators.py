@@ -29,6 +29,7 @@ from memo_sim.program.operators.adapters import AdapterWriter
 from memo_sim.program.operators.chunks import gather_chunks, own_row_blocks, scatter_chunks
 from memo_sim.program.operators.fp8_operands import Fp8Operands
 from memo_sim.program.operators.framework_kernels import WIDE_BYTES
+from memo_sim.program.operators.library_calls import by_row_block, scales_call
 
 RowBlock = tuple[int, int]
 """First token and number of tokens, in tokens of the rank (not of the sequence-parallel shard)."""
@@ -203,7 +204,10 @@ class OperatorWriter:
             row = (tokens or self.shape.tokens, builder.features(source.slot))
             builder.own(full, BufferClass.EXCHANGE, builder.dtype(source.slot), *row)
         rows = Rows(full, first, source.tokens * self.shape.tp)
-        work = Collective("all_gather", rows.tokens * builder.row_bytes(source.slot), self.shape.tp, "tp")
+        size = rows.tokens * builder.row_bytes(source.slot)
+        scales = scales_call(self.decisions, builder.dtype(source.slot), self.shape.tp)
+        calls = by_row_block(builder, "all_gather", rows, size, scales)
+        work = Collective("all_gather", size, self.shape.tp, "tp", calls=calls)
         self.builder.emit(
             f"{name}.gather{self.suffix}", "all_gather", Lane.TP, work, shard=reads(source), full=writes(rows)
         )
@@ -289,7 +293,8 @@ class OperatorWriter:
         shard = self.own(f"{name}_shard", room, features, BufferClass.EXCHANGE)
         begun = partial.first if first is None else first
         rows = Rows(shard, self.shape.shard(begun), self.shape.shard(partial.tokens))
-        work = Collective("reduce_scatter", size, self.shape.tp, "tp")
+        calls = by_row_block(self.builder, "reduce_scatter", partial, size)
+        work = Collective("reduce_scatter", size, self.shape.tp, "tp", calls=calls)
         self.builder.emit(
             f"{name}.scatter{self.suffix}",
             "reduce_scatter",

@@ -36,6 +36,7 @@ from memo_sim.program.layout.parameters import Block
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.stage import Stage
 from memo_sim.program.layout.subsequence import Subsequence
+from memo_sim.program.operators.library_calls import exchanged_blocks
 from memo_sim.program.pipeline.helper_p2p import BACKWARD, FORWARD, TO_HELPER, TO_OWNER, Link
 from memo_sim.program.pipeline.shared_instructions import Bound
 from memo_sim.program.pipeline.subsequence_templates import SubsequenceTemplates
@@ -66,7 +67,15 @@ class HelperStage:
         # The KV cache of a helper ends with its own rows. Nothing adds gradients to these rows before it does.
         self.shape = msgspec.structs.replace(rows, kv_cache_tokens=rows.start + rows.tokens, sums=())
         played = Subsequence(task.subsequence, decisions.layout.subsequences, self.shape, self.shape, 0)
-        self.whole = SubsequenceTemplates(self.decisions, played, owner, 1, blocks={BlockKind.LAYER: block}, made={})
+        self.whole = SubsequenceTemplates(
+            self.decisions,
+            played,
+            owner,
+            1,
+            blocks={BlockKind.LAYER: block},
+            made={},
+            row_blocks=exchanged_blocks(decisions, task.subsequence, portion.first, rows.tokens),
+        )
         """Buffers and templates of these rows' whole layers, from which the halves are made."""
         self.layers = len(owner.layers)
         self.suffix = f".s{task.subsequence}.of{owner.index}"

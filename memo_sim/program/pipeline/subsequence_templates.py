@@ -35,6 +35,7 @@ from memo_sim.program.layout.stage import Stage
 from memo_sim.program.layout.stage_layers import LayersOfKind, layers_by_kind
 from memo_sim.program.layout.subsequence import Subsequence
 from memo_sim.program.operators.fp8_operands import AMAXES, COLUMNS, EXPERT_COLUMNS, EXPERT_WEIGHTS, SCALES, WEIGHTS
+from memo_sim.program.operators.library_calls import RowBlocks, exchanged_blocks
 from memo_sim.program.operators.operators import OperatorWriter
 from memo_sim.program.pipeline.shared_instructions import Bound, Made, shared
 from memo_sim.program.pipeline.stage_p2p import StageP2P
@@ -101,10 +102,12 @@ class SubsequenceTemplates:
         blocks: Mapping[str, Block],
         made: Made,
         own: Portion | None = None,
+        row_blocks: RowBlocks | None = None,
     ) -> None:
         """``blocks``: by name.
 
         ``own``: the rows that the stage computes itself, when helpers compute those before (``helper_stage.py``).
+        ``row_blocks``: blocks of these rows that no call of a collective crosses; None for the plan's.
         """
         self.decisions = decisions
         self.subsequence = subsequence
@@ -117,6 +120,10 @@ class SubsequenceTemplates:
         self.stage = stage
         self.micro_batches = micro_batches
         self.blocks = blocks
+        if row_blocks is None:
+            begun = own.first if own else 0
+            row_blocks = exchanged_blocks(decisions, subsequence.number, begun, self.rows.tokens)
+        self.row_blocks = row_blocks
         self.made = {} if own else made
         played = self._played(own) if own else subsequence
         self.layers_again = recomputed_layers(decisions, stage)
@@ -295,11 +302,19 @@ class SubsequenceTemplates:
             entered = {**seen, "skeletal.x": seen["stage.x"]} if self.own else seen
             ends = (embed_forward, embed_backward)[: 1 if self.decisions.lora else 2]  # a frozen one has no backward
             for end in ends:
-                write = partial(end, self.decisions, self.shape, embed, entered)
+                write = partial(end, self.decisions, self.shape, embed, entered, row_blocks=self._whole_row_blocks)
                 yield self._end(end.__name__, partial(self._by_family, write), entered)
         if self.stage.last:
-            write = partial(head, self.decisions, self.shape, self.blocks[BlockKind.HEAD], embed, seen)
+            own = self.blocks[BlockKind.HEAD]
+            write = partial(head, self.decisions, self.shape, own, embed, seen, row_blocks=self._whole_row_blocks)
             yield self._end("head", partial(self._by_family, write), seen)
+
+    @property
+    def _whole_row_blocks(self) -> RowBlocks:
+        """The row blocks of embedding and head, which the owner of a task computes whole."""
+        if self.own is None:
+            return self.row_blocks
+        return exchanged_blocks(self.decisions, self.subsequence.number, 0, self.shape.tokens)
 
     def _end(self, name: str, write: Callable[[], Bound], seen: Families) -> Bound:
         """Return the template of an end of the model, with instructions of another plan where they are the same."""
@@ -336,7 +351,7 @@ class SubsequenceTemplates:
         """
         gradients = kind in (TemplateKind.BACKWARD, TemplateKind.BACKWARD_RESIDENT)
         phase, number = Phase.BACKWARD if gradients else Phase.FORWARD, of.layers.number
-        builder = TemplateBuilder(name, phase, kind, BlockKind.LAYER, number)
+        builder = TemplateBuilder(name, phase, kind, BlockKind.LAYER, number, row_blocks=self.row_blocks)
         builder.bind(seen[f"params.{of.block.name}"], slot="params")
         if self.decisions.fp8 != "none":
             builder.bind(seen[f"params_fp8.{of.block.name}"], slot=WEIGHTS)
@@ -412,7 +427,8 @@ class SubsequenceTemplates:
     def _weight_gradients(
         self, name: str, of: KindParts, deferred: DeferredWeightGradients, seen: Families
     ) -> TemplateBuilder:
-        builder = TemplateBuilder(name, Phase.WGRAD, TemplateKind.WGRAD, BlockKind.LAYER, of.layers.number)
+        kind, number = TemplateKind.WGRAD, of.layers.number
+        builder = TemplateBuilder(name, Phase.WGRAD, kind, BlockKind.LAYER, number, row_blocks=self.row_blocks)
         builder.bind(seen[f"grads.{of.block.name}"], slot="grads")
         deferred.bind_inputs(builder, seen)
         deferred.write(OperatorWriter(builder, self.decisions, of.rows, of.block))

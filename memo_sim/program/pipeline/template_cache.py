@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from memo_sim.contract.knobs import Schedule
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.layout.recomputed_layers import ALL
+from memo_sim.program.layout.rowwise_blocks import ROWWISE
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.pipeline.shared_instructions import Made
 
@@ -81,7 +82,8 @@ def seen_by_layers(decisions: Decisions) -> Decisions:
     """Return the plan with defaults in the fields that no layer template reads.
 
     These are the numbers of layers beside their kinds, of stages and micro-batches, the layers of each stage, the
-    schedule, and the size of the offload window. Zero-bubble schedules stay in the key, because backward then leaves
+    schedule, and the size of the offload window. In a multiplexed pipeline stages stay in the key, because row blocks
+    end where stages divide a task. Zero-bubble schedules stay in the key, because backward then leaves
     weight gradients to the W pass. ZeRO 1 divides optimizer states alone, which no layer reads.
     """
     layout, model = decisions.layout, decisions.model
@@ -92,7 +94,7 @@ def seen_by_layers(decisions: Decisions) -> Decisions:
         model=model.of_layers(model.layer_shapes),
         layout=replace(
             layout,
-            pp=1,
+            pp=layout.pp if layout.multiplexed else 1,
             pp_layers=(),
             schedule=schedule,
             virtual_stages=1,
@@ -123,10 +125,12 @@ def seen_by_instructions(decisions: Decisions) -> Decisions:
 def seen_without_recompute(decisions: Decisions) -> Decisions:
     """Return the plan of ``seen_by_instructions`` for a backward that recomputes no rows.
 
-    Where recompute begins still divides the chunks of tensor parallelism (``operators/chunks.py``), and the heads that
-    are made from latents again.
+    Where recompute begins still divides what ranks exchange (``operators/library_calls.py``), the chunks of tensor
+    parallelism (``operators/chunks.py``), and the heads that are made from latents again.
     """
-    cut = decisions.layout.tp_overlap != "none" or decisions.model.latent is not None
+    layout = decisions.layout
+    exchanged = layout.sequence_parallel or layout.ulysses > 1
+    cut = exchanged or layout.tp_overlap != "none" or decisions.model.latent is not None
     seen = seen_by_instructions(decisions)
     return seen if cut else replace(seen, swapped_tokens=0)
 
@@ -135,10 +139,12 @@ def seen_by_ends(decisions: Decisions) -> Decisions:
     """Return the plan of ``seen_by_instructions`` for embedding and head, which see no activations of layers.
 
     They see how many of a sequence's tokens a rank has, but not which ranks exchange those for attention. What divides
-    a rank's rows stays: chunks of attention, documents, and with chunks of tensor parallelism where recompute begins.
+    a rank's rows stays: chunks of attention, documents, and where recompute cuts them with chunks of tensor parallelism
+    or row blocks that ranks gather.
     """
     seen, layout = seen_by_instructions(decisions), decisions.layout
-    if layout.tp_overlap != "none" or decisions.attention_chunk_tokens or decisions.documents is not None:
+    cut = layout.sequence_parallel and decisions.recompute in ("tokenwise", ROWWISE)
+    if cut or layout.tp_overlap != "none" or decisions.attention_chunk_tokens or decisions.documents is not None:
         return seen
     together = {"cp": layout.cp * layout.ulysses, "ulysses": 1, "uneven_heads": False, "cp_exchange": "ring"}
     return replace(

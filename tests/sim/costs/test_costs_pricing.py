@@ -206,6 +206,34 @@ def calls_of(decisions: Decisions) -> dict[str, list[str]]:
     return found
 
 
+def test_rows_take_a_call_for_each_row_block_and_each_chunk_of_a_ring() -> None:
+    plan = Decisions(model=load_model("gpt-7b"), layout=Layout(cp=4, cp_exchange="all_gather"), seq_tokens=65536)
+    found = calls_of(plan)
+    assert found["all_gather"] == ["all_gather"] * 2  # early chunks, then late ones
+    assert found["reduce_scatter"] == ["reduce_scatter"] * 2
+    assert not calls_of(replace(plan, memory_policy="eager"))
+    cut = replace(plan, layout=Layout(ulysses=4), recompute="tokenwise", swapped_tokens=4096)
+    assert calls_of(cut)["all_to_all"] == ["all_to_all"] * 2  # backward exchanges all rows
+    assert not calls_of(replace(cut, swapped_tokens=0))
+    gathered = calls_of(replace(cut, layout=Layout(tp=4, sequence_parallel=True)))
+    assert gathered["reduce_scatter"] == ["reduce_scatter"] * 2
+    whole = calls_of(replace(cut, layout=Layout(tp=4)))  # all-reduces move all rows at once
+    assert set(whole) == {"loss.all_reduce"}
+
+
+def test_scales_of_gathered_rows_take_a_call_of_their_own() -> None:
+    layout = Layout(tp=8, sequence_parallel=True)
+    plan = Decisions(model=load_model("gpt-7b"), layout=layout, seq_tokens=4096, fp8="tensor")
+    calls = {
+        each.work.calls
+        for _, each in lower(plan)[0].walk()
+        if each.op == "all_gather" and isinstance(each.work, Collective) and each.work.calls
+    }
+    sizes = {rows for (_, rows), _ in calls}
+    assert min(sizes) == 4096 * plan.model.hidden
+    assert {scales for _, scales in calls} == {("all_gather", 8 * 4)}
+
+
 def test_a_block_is_reduced_and_gathered_run_by_run() -> None:
     """Matrices and vectors are apart, because weight decay applies to matrices alone."""
     plan = Decisions(model=load_model("gpt-7b"), layout=Layout(dp=8, zero=1), seq_tokens=4096, global_batch=8)

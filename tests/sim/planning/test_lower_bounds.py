@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from math import inf
 
 import msgspec
 import pytest
@@ -13,8 +14,10 @@ from memo_sim.contract.knobs import Recompute, Schedule
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.engine.simulate import simulate
+from memo_sim.planning.alpha_search import best_partial_swap
+from memo_sim.planning.bounded_candidates import Bounded, CandidateBounds
 from memo_sim.planning.lower_bounds import LowerBounds
-from memo_sim.planning.presets import FULL_RECOMPUTE, KEEP, SYSTEMS, TOKENWISE
+from memo_sim.planning.presets import FULL_RECOMPUTE, KEEP, PARTIAL_SWAP, SYSTEMS, TOKENWISE
 from memo_sim.planning.question import Pins, Question, with_memory
 from memo_sim.planning.search import SearchResult, best_with_more_memory, search
 from memo_sim.planning.space import candidates, with_alpha
@@ -396,6 +399,65 @@ def test_a_range_of_alphas_lies_above_its_lower_bound() -> None:
             assert bound.step_s <= played.step_s
             assert bound.device_bytes <= played.peak_device_bytes
             assert bound.host_bytes_per_node <= played.peak_host_bytes_per_node
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("llama3-8b", Layout(ulysses=4, dp=2, zero=3)),
+        pytest.param("llama3-8b", Layout(cp=8, zero=1), marks=pytest.mark.slow),
+        pytest.param("llama3-8b", Layout(metp=8), marks=pytest.mark.slow),
+        ("qwen3-30b-a3b", Layout(cp=8, ep=4)),
+        pytest.param("qwen3-30b-a3b", Layout(ulysses=4, dp=2, zero=3, ep=8), marks=pytest.mark.slow),
+        pytest.param("gpt-7b", Layout(tp=2, sequence_parallel=True, ulysses=4), marks=pytest.mark.slow),
+    ],
+    ids=label,
+)
+def test_copies_that_compute_waits_for_and_that_slow_it_are_in_the_bound(name: str, layout: Layout) -> None:
+    """Waits and slower kernels lengthen a step here. The bound has four fifths of that."""
+    cluster, hardware = with_memory(*load_cluster("h100-1x8"), device_bytes=ROOM, host_bytes=ROOM)
+    bounds, lost_s, found_s = LowerBounds(hardware, cluster), 0.0, 0.0
+    model = msgspec.structs.replace(load_model(name), layers=12)
+    base = Decisions(model=model, layout=layout, seq_tokens=1 << 15, global_batch=2 * layout.dp, loss_chunk_tokens=4096)
+    for alpha in (0.0, 0.5, 1.0):
+        decisions = with_alpha(base, "none", alpha)
+        bound_s, played_s = bounds.of(decisions).step_s, simulate(decisions, hardware, cluster).prediction.step_s
+        assert played_s is not None
+        assert bound_s <= played_s
+        if not alpha:
+            bound_of_kept_s, kept_s = bound_s, played_s
+        lost_s, found_s = lost_s + played_s - kept_s, found_s + bound_s - bound_of_kept_s
+    assert lost_s > 0
+    assert found_s > 0.8 * lost_s
+
+
+def test_a_partial_swap_is_bound_by_the_fewest_rows_that_may_fit() -> None:
+    cluster, hardware = load_cluster("h100-1x8")
+    pins = Pins(ulysses=4, dp=2, tp=1, cp=1, pp=1, zero=3, ep=8)
+    question = Question(
+        load_model("qwen3-30b-a3b"), cluster, hardware, 1 << 15, system="any", global_batch=8, pins=pins
+    )
+    bounds = CandidateBounds(question, front=False)
+    (one,) = (c for c in candidates(question)[0] if c.policy == PARTIAL_SWAP and c.base.layout.subsequences == 1)
+    few = bounds.tightened(Bounded(one, bounds.of_plans.memory(one.base, any_alpha=True), 0, "layers"), inf)
+    assert few.next_bound == "fitting"
+    tighter = bounds.tightened(few, inf)
+    best = best_partial_swap(one.base, lambda plan: simulate(plan, hardware, cluster).prediction)
+    assert best is not None
+    assert few.bound is not None
+    assert tighter.bound is not None
+    assert 0.95 * best.prediction.step_s < few.bound.step_s <= tighter.bound.step_s <= best.prediction.step_s
+
+
+def test_attention_that_only_chunks_can_play_has_bounds() -> None:
+    """As a whole, it has more elements than FlashAttention 2 counts with 32 bits."""
+    cluster, hardware = with_memory(*load_cluster("a800-2x8"), device_bytes=ROOM, host_bytes=ROOM)
+    bounds = LowerBounds(hardware, cluster)
+    layout = Layout(ulysses=2, pp=4, dp=2, zero=1)
+    base = Decisions(model=shallow(8), layout=layout, seq_tokens=1 << 20, global_batch=2, loss_chunk_tokens=4096)
+    decisions = msgspec.structs.replace(with_alpha(base, "full", 1.0), attention_chunk_tokens=1 << 16)
+    played = simulate(decisions, hardware, cluster).prediction
+    assert 0.7 * played.step_s < bounds.of(decisions).step_s <= played.step_s
 
 
 def costs(found: SearchResult) -> list[tuple[float, int, int]]:

@@ -112,8 +112,9 @@ QUICK_EXPERTS = {"ep", "a stage without experts"}
 def test_no_plan_of_subsequences_with_experts_is_below_its_lower_bound(case: str) -> None:
     name, layers, degrees, more = EXPERTS[case]
     cluster, hardware = with_memory(*load_cluster("h100-1x8"), device_bytes=2**50, host_bytes=2**50)
-    layout = Layout(**degrees, subsequences=4)  # type: ignore[arg-type]
     model = load_model(name)
+    cut = {"partition": "length" if len(set(layers)) > 1 else "flops"}
+    layout = Layout(**degrees, **cut, subsequences=4)  # type: ignore[arg-type]
     base = Decisions(
         model=model.of_layers([model.layer(n) for n in layers]),
         layout=layout,
@@ -136,7 +137,7 @@ def check_bounds(decisions: Decisions, cluster: Cluster, hardware: Hardware) -> 
     assert 0.5 * played.step_s < found.step_s <= played.step_s
     for each in (found, rough, memory):
         assert each.device_bytes <= played.peak_device_bytes
-        assert 0.8 * played.peak_host_bytes_per_node <= each.host_bytes_per_node <= played.peak_host_bytes_per_node
+        assert 0.5 * played.peak_host_bytes_per_node <= each.host_bytes_per_node <= played.peak_host_bytes_per_node
     if is_known(decisions):
         assert 0.5 * played.step_s < least_step_s(kept(decisions), hardware, cluster) <= played.step_s
 
@@ -151,7 +152,7 @@ def test_windows_that_are_longer_than_a_subsequence_are_not_below_their_lower_bo
     cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=2**50, host_bytes=2**50)
     one = load_model("llama3-8b").layer(0)
     model = load_model("llama3-8b").of_layers([msgspec.structs.replace(one, window=window) for window in windows])
-    layout = Layout(tp=2, sequence_parallel=True, pp=2, subsequences=parts)
+    layout = Layout(tp=2, sequence_parallel=True, pp=2, subsequences=parts, partition="length")
     base = Decisions(model=model, layout=layout, seq_tokens=32 * K, global_batch=1, loss_chunk_tokens=4096)
     for recompute, alpha in (("none", 0.0), ("full", 1.0)):
         check_bounds(with_alpha(base, recompute, alpha), cluster, hardware)
@@ -340,6 +341,39 @@ def test_pruning_does_not_change_the_best(system: str, device_gib: int) -> None:
     assert everything.ranked[0].rank_key == pruned.ranked[0].rank_key
     assert pruned.evaluated + pruned.pruned == everything.evaluated + everything.pruned
     assert pruned.evaluated < everything.evaluated
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "device_gib", "pins"),
+    [
+        ("qwen3-30b-a3b", (0, 0), 14, {"recompute": "full"}),
+        pytest.param("qwen3-30b-a3b", (0, 0), 14, {}, marks=pytest.mark.slow),
+        pytest.param("qwen3-30b-a3b", (0, 0), 80, {}, marks=pytest.mark.slow),
+        pytest.param("gpt-oss-20b", (0, 1), 40, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_pruning_does_not_change_the_best_with_experts(
+    name: str, layers: tuple[int, ...], device_gib: int, pins: dict[str, object]
+) -> None:
+    """Degrees of ep are open; a full search finds nothing faster."""
+    model = load_model(name)
+    cluster, hardware = with_memory(*load_cluster("h100-1x8"), device_bytes=device_gib * GIB, host_bytes=None)
+    cluster = msgspec.structs.replace(cluster, devices_per_node=4)
+    question = Question(
+        model.of_layers([model.layer(n) for n in layers]),
+        cluster,
+        hardware,
+        32 * K,
+        system="any",
+        global_batch=2,
+        pins=Pins(pp=2, subsequences=4, tp=1, **pins),  # type: ignore[arg-type]
+    )
+    pruned, every = search(question), search(question, prune=False)
+    assert pruned.best is not None
+    assert every.best is not None
+    assert pruned.pruned > 0
+    assert pruned.best.decisions == every.best.decisions
+    assert pruned.best.prediction.step_s == every.best.prediction.step_s
 
 
 def test_a_bubble_is_worth_subsequences_and_one_stage_is_not() -> None:

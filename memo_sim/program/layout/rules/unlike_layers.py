@@ -16,6 +16,12 @@ UNLIKE_LAYERS = (
     _UNLIKE.allows("layout.metp", 1, because="METP passes equal weights of every layer round its ring"),
     _UNLIKE.allows("layout.multiplexed", False, because="helper stages take rows in proportion to equal layers' work"),
     _UNLIKE.allows(
+        "layout.partition",
+        "length",
+        because="equal work in one layer is not equal work in another: --partition length",
+        when=lambda d: len(d.model.layer_shapes) > 1 and d.layout.subsequences > 1,
+    ),
+    _UNLIKE.allows(
         "decisions.modules", "auto", "operators", because="Hugging Face's transformers has no model whose layers differ"
     ),
 )

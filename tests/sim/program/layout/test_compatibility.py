@@ -426,10 +426,11 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "adapters: loss": (Layout(), {"loss": "checkpointed", "adapters": LORA}, f"checkpointed with adapters {LORA}"),
     "layers that differ: metp": (Layout(metp=2), {"model": UNEVEN}, "2 with layers of 2 kinds"),
     "layers that differ: multiplexed": (
-        Layout(pp=2, subsequences=2, multiplexed=True),
+        Layout(pp=2, subsequences=2, multiplexed=True, partition="length"),
         {"model": UNEVEN, "global_batch": 1},
         "true with layers of 2 kinds",
     ),
+    "layers that differ: partition": (Layout(subsequences=2), {"model": UNEVEN}, "flops with layers of 2 kinds"),
     "layers that differ: modules": (
         Layout(),
         {"model": UNEVEN, "modules": "huggingface", "memory_policy": "eager", "recompute": "full"},

@@ -76,6 +76,8 @@ POLICIES: dict[str, dict[str, Any]] = {
 def cut(model: str, layout: str = "alone", **changes: Any) -> Decisions:
     """Return decisions with eight granules of tokens on each rank; with ``swaps`` shares of subsequences differ."""
     of, more = LAYOUTS[layout]
+    if len(MODELS[model].layer_shapes) > 1:
+        of = msgspec.structs.replace(of, partition="length")
     tokens = 1024 * of.cp * of.ulysses * of.tp
     swaps = changes.pop("swaps", False)
     policy = changes.pop("recompute", "none"), 0.0
