@@ -226,8 +226,7 @@ class CandidateBounds:
         assert bound is not None
         try:
             if one.next_bound in {"beside", "unswapped", "pipeline", "passes", "fitting"}:
-                bound = replace(bound, step_s=max(bound.step_s, self._step_s(one)))
-                return replace(one, bound=bound, next_bound=self._after(one))
+                return self._in_time(one, bound)
             if one.next_bound == "alone":
                 target_s = min(limit_s, bound.step_s * FARTHER)
                 bound = self._of_one_stage(candidate, bound, target_s)
@@ -245,6 +244,18 @@ class CandidateBounds:
             return Bounded(candidate)
         higher = _higher(higher, bound)
         return Bounded(candidate, higher, self.of_plans.shortfall_bytes(higher), self._after(one))
+
+    def _in_time(self, one: Bounded, bound: LowerBound) -> Bounded:
+        """Return a candidate with the next bound of its step time; of memory, where a partial swap always lacks some.
+
+        That costs no lowering, and no time is asked for then.
+        """
+        candidate = one.candidate
+        if one.next_bound == "beside" and candidate.policy.swaps_some and (short := self._short_of(candidate)):
+            bound = replace(bound, device_bytes=self.of_plans.device_room_bytes + short, host_bytes_per_node=0)
+            return Bounded(candidate, bound, short, "layers")
+        bound = replace(bound, step_s=max(bound.step_s, self._step_s(one)))
+        return replace(one, bound=bound, next_bound=self._after(one))
 
     def _after(self, one: Bounded) -> NextBound:
         """Return the bounds that come after those of ``one``; without stages, a few plays take no longer than they."""
@@ -314,9 +325,27 @@ class CandidateBounds:
                 step_s = bounds.step_s_between(grid.at(low), grid.at(most))
             bound = replace(bound, step_s=step_s)
         if most < grid.steps - 1 and bound.device_bytes > room:
-            # At every alpha, one of the two memories is too small; by how much is not known.
-            return replace(bound, device_bytes=room + 1, host_bytes_per_node=0)
+            short = self._least_short(grid, most, bound.device_bytes - room)
+            return replace(bound, device_bytes=room + short, host_bytes_per_node=0)
         return replace(bound, host_bytes_per_node=0)
+
+    def _short_of(self, candidate: Candidate) -> int:
+        """Return bytes that every alpha of a partial swap is short of, without a lowering; 0 where some may fit."""
+        bounds, grid = self.of_plans, Grid.of(candidate.base)
+        if grid.steps < 2:
+            return 0
+        most = most_that_host_holds(grid, bounds, 1, grid.steps - 1)
+        device_short = max(0, bounds.memory(grid.at(most)).device_bytes - bounds.device_room_bytes)
+        return self._least_short(grid, most, device_short) if most < grid.steps - 1 else device_short
+
+    def _least_short(self, grid: Grid, most: int, device_short: int) -> int:
+        """Return the fewest bytes that an alpha is short of, where each is short of device or of host memory.
+
+        Up to step ``most`` of the grid, the device lacks ``device_short`` bytes at least; beyond it, a node's host
+        lacks what it does at the next step.
+        """
+        host_bytes = self.of_plans.memory(grid.at(most + 1)).host_bytes_per_node
+        return min(device_short, max(1, host_bytes - self.of_plans.host_room_bytes))
 
     def _of_ranges(self, candidate: Candidate, width: int) -> LowerBound:
         """Return what no alpha is below, from ranges of ``width`` grid steps: of those that may fit, if there are any.
@@ -331,8 +360,8 @@ class CandidateBounds:
         found = [bounds.between(grid.at(first), grid.at(last)) for first, last in pairs]
         may_fit = [bound for bound in found if not bounds.shortfall_bytes(bound)]
         if not may_fit and partial and most < high:
-            # As in ``_of_layers``: beyond ``most`` the host is too small, by how much is not known.
-            return LowerBound(0.0, bounds.device_room_bytes + 1, 0)
+            short = self._least_short(grid, most, min(map(bounds.shortfall_bytes, found)))
+            return LowerBound(0.0, bounds.device_room_bytes + short, 0)
         if not may_fit:
             return min(found, key=bounds.shortfall_bytes)
         return LowerBound(
@@ -447,6 +476,6 @@ class CandidateBounds:
         most = most_that_host_holds(grid, bounds, low, high)
         device = bounds.of_fullest_stage(grid.at(most))
         if partial and most < high and device > bounds.device_room_bytes:
-            # As in ``_of_layers``: at every alpha, one of the two memories is too small.
-            return replace(bound, device_bytes=max(bound.device_bytes, bounds.device_room_bytes + 1))
+            short = self._least_short(grid, most, device - bounds.device_room_bytes)
+            return replace(bound, device_bytes=max(bound.device_bytes, bounds.device_room_bytes + short))
         return replace(bound, device_bytes=max(bound.device_bytes, device))
