@@ -92,11 +92,12 @@ class Bounded:
     def next_name(self, limit_s: float) -> Hashable:
         """Return the name of the next bounds, with what they depend on beside the candidate.
 
-        One stage is played against longer and longer times, each from the bounds before it.
+        One stage is played against longer and longer times, and ranges are halved until they need these, each from the
+        bounds before it.
         """
-        if self.next_bound == "alone" and self.bound is not None:
+        if self.next_bound in {"alone", "halved"} and self.bound is not None:
             return self.next_bound, limit_s, self.bound.step_s
-        return (self.next_bound, limit_s) if self.next_bound == "halved" else self.next_bound
+        return self.next_bound
 
 
 @lru_cache(maxsize=8)
@@ -196,11 +197,12 @@ class CandidateBounds:
         itself = not any_alpha and base == keep
         if short and not any_alpha and base.layout.subsequences > 1:
             return Bounded(candidate, bound, short, "memory" if base.layout.pp > 1 else "")
+        of_layers = self._of_few(candidate)
         if short or itself or not tells:
-            return Bounded(candidate, bound, short, "layers")
+            return Bounded(candidate, bound, short, of_layers)
         if base.layout.subsequences == 1:
-            return Bounded(candidate, bound, short, "beside" if bound.step_s else "layers")
-        return Bounded(candidate, bound, short, "pipeline" if is_known(base) and beside_kept else "layers")
+            return Bounded(candidate, bound, short, "beside" if bound.step_s else of_layers)
+        return Bounded(candidate, bound, short, "pipeline" if is_known(base) and beside_kept else of_layers)
 
     def _rough(self, base: Decisions, keep: Decisions | None, *, any_alpha: bool, is_candidate: bool) -> LowerBound:
         """Return rough bounds, without ``keep`` where that is no candidate and cannot be lowered.
@@ -234,11 +236,10 @@ class CandidateBounds:
                 bound = self._of_fullest_stage(candidate, bound)
                 short = self.of_plans.shortfall_bytes(bound)
                 return Bounded(candidate, bound, short, "" if short else self._after(one))
-            if one.next_bound == "halved" or (one.next_bound == "layers" and self._is_halved(candidate)):
-                higher = self._of_halved(candidate, limit_s, 0 if one.next_bound == "halved" else WIDEST)
-            else:
-                width = RANGES.get(one.next_bound)
-                higher = self._of_layers(candidate) if width is None else self._of_ranges(candidate, width)
+            if one.next_bound == "halved":
+                return self._halved(one, bound, limit_s)
+            width = RANGES.get(one.next_bound)
+            higher = self._of_layers(candidate) if width is None else self._of_ranges(candidate, width)
         except Infeasible:
             return Bounded(candidate)
         higher = _higher(higher, bound)
@@ -262,9 +263,9 @@ class CandidateBounds:
         if one.next_bound == "beside" and policy.alpha != 0 and rebuilds_all(one.candidate.base):
             return "unswapped"
         if one.next_bound in {"beside", "unswapped", "pipeline"}:
-            return "layers"
-        if one.next_bound == "layers" and self._is_plain(layout) and policy.alpha is None:
-            return "fitting" if policy.swaps_some else "halved"
+            return self._of_few(one.candidate)
+        if one.next_bound == "layers" and self._is_plain(layout):
+            return "fitting" if policy.swaps_some else ""
         if layout.pp == 1 or layout.subsequences > 1:
             return ""
         ranges: tuple[NextBound, ...] = ("wide", "narrow") if self._front else ("wide", "alone")
@@ -277,10 +278,13 @@ class CandidateBounds:
         """Return whether plans on a layout are soon lowered, and only their time matters."""
         return layout.pp == layout.subsequences == layout.metp == 1 and not self._front
 
-    def _is_halved(self, candidate: Candidate) -> bool:
-        """Return whether ranges of a candidate's alpha are halved: more swapped tokens copy more and compute less."""
+    def _of_few(self, candidate: Candidate) -> NextBound:
+        """Return the first bounds that are from a few of the plan's layers.
+
+        More swapped tokens of a token-wise plan copy more and compute less, so its alphas are not bound at once.
+        """
         open_alpha = candidate.policy.alpha is None and not candidate.policy.swaps_some
-        return open_alpha and self._is_plain(candidate.base.layout)
+        return "halved" if open_alpha and self._is_plain(candidate.base.layout) else "layers"
 
     def _step_s(self, one: Bounded) -> float:
         """Return the next lower bound of a candidate's step seconds, where that tells nothing of memory."""
@@ -366,42 +370,42 @@ class CandidateBounds:
             host_bytes_per_node=min(bound.host_bytes_per_node for bound in may_fit),
         )
 
-    def _of_halved(self, candidate: Candidate, limit_s: float, width: int) -> LowerBound:
-        """Return what no alpha is below, from ranges of which the fastest that may fit is halved.
+    def _halved(self, one: Bounded, bound: LowerBound, limit_s: float) -> Bounded:
+        """Return a candidate with the bound of its fastest range of alphas, or alpha, once that is ``FARTHER``."""
+        target_s = min(limit_s, bound.step_s * FARTHER)
+        higher = _higher(self._of_halved(one.candidate, target_s), bound)
+        short = self.of_plans.shortfall_bytes(higher)
+        again = bound.step_s < higher.step_s < limit_s and higher.step_s >= target_s and not short
+        return Bounded(one.candidate, higher, short, "halved" if again else "")
 
-        It ends where that has ``width`` grid steps at most, or needs ``limit_s``. Both ends of alpha have whole row
-        blocks, and are ranges of their own.
-        """
+    def _of_halved(self, candidate: Candidate, enough_s: float) -> LowerBound:
+        """Return what no alpha is below; of time, from ranges of which the fastest is halved until it needs enough."""
         bounds, steps = self.of_plans, self._steps(candidate)
         if steps is None:
             return bounds.of(candidate.base)
         grid, low, most = steps
-        waiting: list[tuple[Key, int, int, LowerBound]] = []
+        bound = bounds.between(grid.at(low), grid.at(most))
+        if bounds.shortfall_bytes(bound):
+            return bound
+        waiting: list[tuple[float, int, int]] = []
 
         def add(first: int, last: int) -> None:
-            bound = bounds.between(grid.at(first), grid.at(last))
-            heappush(waiting, (_least_key(bound, bounds.shortfall_bytes(bound)), first, last, bound))
+            heappush(waiting, (bounds.step_s_between(grid.at(first), grid.at(last)), first, last))
 
-        inside = max(low, 1), min(most, grid.steps - 1)
-        for first, last in dict.fromkeys([(low, low), inside, (most, most)]):
-            if low <= first <= last <= most:
-                add(first, last)
+        if most == grid.steps:  # at both ends, row blocks are whole: waits between are not those of the ends
+            add(most, most)
+            add(low, low)
+            low, most = min(low + 1, most - 1), most - 1
+        if low <= most:
+            add(low, most)
         while True:
-            (short, *_), first, last, bound = waiting[0]
-            if short or last - first <= width or bound.step_s >= limit_s:
-                break
+            step_s, first, last = waiting[0]
+            if first == last or step_s >= enough_s:
+                return replace(bound, step_s=step_s)
             heappop(waiting)
             middle = (first + last) // 2
             add(first, middle)
             add(middle if last - first > 1 else last, last)
-        if short:
-            return bound
-        fitting = [each for key, _, _, each in waiting if not key[0]]
-        return LowerBound(
-            step_s=bound.step_s,
-            device_bytes=min(each.device_bytes for each in fitting),
-            host_bytes_per_node=min(each.host_bytes_per_node for each in fitting),
-        )
 
     def _holds_too_much(self, decisions: Decisions) -> bool:
         """Return whether what a plan keeps on the device is known to be too much, without a lowering."""
