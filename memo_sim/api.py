@@ -43,6 +43,7 @@ from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.plan import Plan
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.result import Result
+from memo_sim.contract.systems import DEFAULT_SYSTEM
 from memo_sim.contract.trace import Trace
 from memo_sim.contract.units import parse_duration, parse_tokens
 from memo_sim.planning.kernels_elsewhere import kernels_elsewhere
@@ -109,7 +110,7 @@ def what_if(
     seq_len: int | str,
     cluster: PathLike | None = None,
     from_datasheet: str | None = None,
-    system: str = "any",
+    system: str = DEFAULT_SYSTEM,
     device_memory_gib: float | None = None,
     host_memory_gib: float | None = None,
     safety_gib: float | None = None,
@@ -128,7 +129,7 @@ def what_if(
     *,
     seq_len: int | str,
     cluster: list[str] | list[PathLike] | tuple[PathLike, ...],
-    system: str = "any",
+    system: str = DEFAULT_SYSTEM,
     device_memory_gib: float | None = None,
     host_memory_gib: float | None = None,
     safety_gib: float | None = None,
@@ -161,7 +162,7 @@ def what_if(
     from_datasheet: str | None = None,
     from_: PathLike | Sequence[PathLike] | None = None,
     set: Mapping[str, str | float] | None = None,
-    system: str = "any",
+    system: str = DEFAULT_SYSTEM,
     device_memory_gib: float | None = None,
     host_memory_gib: float | None = None,
     safety_gib: float | None = None,
@@ -210,7 +211,7 @@ def what_if(
     if from_ is None and set is not None:
         raise UsageError("set is about the files of from_", got=repr(set), hint='what_if(from_="train.sh", set={...})')
     if from_ is not None:
-        given = [name for name, value in values.items() if name != "cluster" and value not in (None, "any")]
+        given = [name for name, value in values.items() if name != "cluster" and value not in (None, DEFAULT_SYSTEM)]
         searched += ["jobs"] if jobs != 1 else []
         if given or searched:
             hint = "leave these out: the files say them"
@@ -271,7 +272,7 @@ def longest(
     from_datasheet: str | None = None,
     step: int | str = "64k",
     max_step_s: float | None = None,
-    system: str = "any",
+    system: str = DEFAULT_SYSTEM,
     device_memory_gib: float | None = None,
     host_memory_gib: float | None = None,
     safety_gib: float | None = None,
@@ -317,7 +318,7 @@ def gpus(
     from_datasheet: str | None = None,
     within: float | str | None = None,
     most_gpus: int = gpus_answer.MOST_DEVICES,
-    system: str = "any",
+    system: str = DEFAULT_SYSTEM,
     device_memory_gib: float | None = None,
     host_memory_gib: float | None = None,
     safety_gib: float | None = None,
@@ -361,7 +362,7 @@ def oom(
     seq_len: int | str,
     cluster: PathLike | None = None,
     from_datasheet: str | None = None,
-    system: str = "any",
+    system: str = DEFAULT_SYSTEM,
     device_memory_gib: float | None = None,
     host_memory_gib: float | None = None,
     safety_gib: float | None = None,
@@ -391,7 +392,7 @@ def oom(
     plan: Plan | PathLike | None = None,
     cluster: PathLike | None = None,
     from_datasheet: str | None = None,
-    system: str = "any",
+    system: str = DEFAULT_SYSTEM,
     device_memory_gib: float | None = None,
     host_memory_gib: float | None = None,
     safety_gib: float | None = None,
@@ -413,7 +414,7 @@ def oom(
     machine = {"device_memory_gib": device_memory_gib, "host_memory_gib": host_memory_gib, "safety_gib": safety_gib}
     machine |= {"power_w": power_w}
     if isinstance(model, WhatIfResult) or plan is not None:
-        decided = {"system": None if system == "any" else system, **values, **machine}
+        decided = {"system": None if system == DEFAULT_SYSTEM else system, **values, **machine}
         of_plan = plan is not None and not isinstance(model, WhatIfResult)
         allowed = ("cluster", "from_datasheet", *machine) if of_plan else ("model",)
         if given := [name for name, value in decided.items() if value is not None and name not in allowed]:
@@ -827,7 +828,7 @@ def _call(function: str, values: Mapping[str, object]) -> str:
     """Return the call as a plan's file names what made it, without the values that were not given."""
     shown = {name: _named(value) for name, value in values.items()}
     plain = {n: str(v) if isinstance(v, os.PathLike) else v for n, v in shown.items() if v is not None}
-    given = {n: v for n, v in plain.items() if v is not False and (n, v) != ("system", "any")}
+    given = {n: v for n, v in plain.items() if v is not False and (n, v) != ("system", DEFAULT_SYSTEM)}
     return one_line(f"memo_sim.{function}({', '.join(f'{name}={value!r}' for name, value in given.items())})")
 
 

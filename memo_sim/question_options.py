@@ -39,6 +39,7 @@ from memo_sim.contract.knobs import (
     Switch,
     Whole,
 )
+from memo_sim.contract.systems import DEFAULT_SYSTEM
 from memo_sim.views.command_line import Finite, typed
 
 if TYPE_CHECKING:
@@ -70,7 +71,9 @@ FROM_DATASHEET = click.option(
     metavar="KEY=VALUE,...",
     help=f"In place of --cluster: rough figures of a GPU, {EXAMPLE} (memo-sim datasheet --help has every key).",
 )
-SYSTEM = click.option("--system", default="any", show_default=True, help="A preset of `memo-sim list systems`.")
+SYSTEM = click.option(
+    "--system", default=DEFAULT_SYSTEM, show_default=True, help="A preset of `memo-sim list systems`."
+)
 OF_THE_MACHINE: tuple[tuple[str, Finite, str], ...] = (
     ("--device-memory-gib", Finite(*MEMORY_GIB), "Instead of the profile's."),
     ("--host-memory-gib", Finite(*MEMORY_GIB), "Of one node, instead of its own."),

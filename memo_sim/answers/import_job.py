@@ -24,6 +24,7 @@ from memo_sim.contract.knobs import Pins
 from memo_sim.contract.plan import Decisions, Plan, Provenance
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.result import Result
+from memo_sim.contract.systems import DEFAULT_SYSTEM
 from memo_sim.interchange.framework import FALLBACK, Framework, Read, Source
 from memo_sim.interchange.frameworks import find_framework, framework_of
 from memo_sim.interchange.job import Job
@@ -247,7 +248,7 @@ def _better(
 ) -> list[Result]:
     """Return the answers to the job's question with all but ``kept`` open: in the same framework, then in memo."""
     found = list[Result]()
-    for named in (system, "any"):
+    for named in (system, DEFAULT_SYSTEM):
         question = Question(
             model=job.model,
             cluster=machine[0],

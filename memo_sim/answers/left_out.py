@@ -5,9 +5,10 @@ from __future__ import annotations
 from math import prod
 
 from memo_sim.contract.adapters import NONE
-from memo_sim.contract.knobs import DEGREES, KNOBS
+from memo_sim.contract.knobs import DEGREES, KNOBS, MOST_ZERO
 from memo_sim.contract.plan import Layout
 from memo_sim.contract.summary import LeftOut
+from memo_sim.contract.systems import DEFAULT_SYSTEM, OPEN
 from memo_sim.contract.units import format_tokens
 from memo_sim.planning.layouts import puts_off_cp, takes_metp
 from memo_sim.planning.micro_batches import LAYOUTS, MOST_TOKENS, SIZES, are_searched
@@ -15,12 +16,10 @@ from memo_sim.planning.presets import SYSTEMS
 from memo_sim.planning.question import Question
 from memo_sim.program.layout.fp8 import PRODUCTS
 
-OPEN = ("any", "every-layout")
-"""Systems that search what memo knows; the others are layouts of their authors."""
-
-
 NOT_SEARCHED = ("overlap", "tp_overlap", "cp_exchange", "states", "loss", "micro_batch")
 """Knobs that no search tries, and that ``explain`` and ``oom`` change one at a time."""
+
+_ZERO_IN_NO_SEARCH = [level for level in range(MOST_ZERO + 1) if level not in SYSTEMS[DEFAULT_SYSTEM].zeros]
 
 
 def left_out(question: Question) -> list[LeftOut]:
@@ -47,9 +46,9 @@ def _takes_tp_overlap(question: Question) -> bool:
 
 
 def _open_layouts(question: Question) -> list[LeftOut]:
-    """Return the layouts that an open search leaves out; where degrees fill the cluster, only subsequences."""
+    """Return the layouts that an open search leaves out; where degrees fill the cluster, only ZeRO and subsequences."""
     pins, system, found = question.pins, question.preset, list[LeftOut]()
-    every = SYSTEMS["every-layout"]
+    every = SYSTEMS[DEFAULT_SYSTEM]
     if _has_open_degrees(question):
         more = [
             f"{name} above 1"
@@ -60,7 +59,9 @@ def _open_layouts(question: Question) -> list[LeftOut]:
             more.append("ep above 1")
         if pins.zero is None:
             more += [f"zero {level}" for level in every.zeros if level not in question.zeros]
-        found += [LeftOut(what=", ".join(more), option="--system every-layout")] if more else []
+        found += [LeftOut(what=", ".join(more), option=f"--system {DEFAULT_SYSTEM}")] if more else []
+    if pins.zero is None and (pins.tp or 1) * (pins.pp or 1) < question.cluster.devices:
+        found.append(LeftOut(what=" and ".join(f"zero {level}" for level in _ZERO_IN_NO_SEARCH), option="--zero"))
     if puts_off_cp(question):
         found.append(LeftOut(what="cp beside subsequences, unless no plan with Ulysses fits", option="--cp"))
     if pins.subsequences is None and _alike(question):
@@ -108,7 +109,7 @@ def _of_other_systems(question: Question) -> list[LeftOut]:
     if pinnable and _has_open_degrees(question):
         options = ", ".join(f"{KNOBS[name].option} N" for name in pinnable)
         found.append(LeftOut(what=", ".join(f"{name} above 1" for name in pinnable), option=options))
-    return [*found, LeftOut(what=f"plans that {question.system} does not have", option="--system any")]
+    return [*found, LeftOut(what=f"plans that {question.system} does not have", option=f"--system {DEFAULT_SYSTEM}")]
 
 
 def _alike(question: Question) -> bool:

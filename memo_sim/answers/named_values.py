@@ -52,6 +52,7 @@ from memo_sim.contract.knobs import (
 )
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Plan
+from memo_sim.contract.systems import DEFAULT_SYSTEM
 from memo_sim.contract.units import GB, GIB, parse_expert_load, parse_layer_choice, parse_numbers, parse_tokens
 from memo_sim.costs.pace import with_spread
 from memo_sim.planning.attention_kernels import attention_kernel
@@ -181,7 +182,7 @@ def _without_batch(values: Values, cluster: Cluster, hardware: Hardware) -> Ques
         cluster=cluster,
         hardware=hardware,
         seq_tokens=parse_tokens(str(values["seq_len"])),
-        system="any" if system is None else _text(system, "system"),
+        system=DEFAULT_SYSTEM if system is None else _text(system, "system"),
         not_read=() if known else fields_not_read(_text(model, "model")),
         open_micro_batch=values.get("micro_batch") is None,
         failures=failures_of(values),

@@ -23,6 +23,7 @@ from memo_sim.contract.plan import Decisions, Plan, PlanRow, Prediction, Provena
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.result import Result
 from memo_sim.contract.summary import Summary
+from memo_sim.contract.systems import DEFAULT_SYSTEM, OPEN
 from memo_sim.engine.simulate import Simulation
 from memo_sim.planning.arena import Arena, PlacedBeside, arena_of
 from memo_sim.planning.kernels_elsewhere import kernels_elsewhere
@@ -346,10 +347,10 @@ def price(plan: Plan, question: Question, *, price_per_device_hour: float | None
     played = play(question, plan.decisions)
     only = Evaluated(Policy.of(plan.decisions), plan.decisions, played.prediction)
     found = SearchResult(ranked=[only], evaluated=1, pruned=0, fastest=played)
-    simulation, arena = _best_that_fits(question, found)
+    simulation, arena = _best_that_fits(question, found, None)
     line = row(plan.decisions, found.ranked[0].prediction, system="plan")
     # A plan of an earlier version does not say which framework it was made for. In planned memory that does not matter.
-    named = plan.decisions.memory_policy == "planned" or question.system != "any"
+    named = plan.decisions.memory_policy == "planned" or question.system not in OPEN
     interval = interval_of(question, plan.decisions, found.ranked[0].prediction) if simulation and named else None
     line = msgspec.structs.replace(line, interval=interval)
     sure = _certainty(question, simulation, interval) if named else [UNNAMED_FRAMEWORK]
@@ -537,4 +538,6 @@ def row(decisions: Decisions, prediction: Prediction, *, system: str) -> PlanRow
 
 
 def _system(evaluated: Evaluated, question: Question) -> str:
-    return f"{question.system}: {evaluated.policy.label}" if question.system != "any" else evaluated.policy.label
+    return (
+        f"{question.system}: {evaluated.policy.label}" if question.system != DEFAULT_SYSTEM else evaluated.policy.label
+    )

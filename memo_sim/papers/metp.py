@@ -108,6 +108,7 @@ class Job:
             cluster,
             hardware,
             seq_tokens,
+            system="any",
             pins=pins,
             micro_batch=sequences,
             global_batch=sequences,

@@ -17,6 +17,7 @@ from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.knobs import DEGREES, KNOBS, PINNED, Knob
 from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.contract.systems import DEFAULT_SYSTEM
 from memo_sim.planning.question import CHOOSES_ADAMW, Question
 from memo_sim.program.layout.recomputed_layers import ALL
 from memo_sim.program.layout.rules.documents import CUTS_OF_DOCUMENTS
@@ -122,7 +123,7 @@ def _check_degrees(question: Question) -> None:
                 f"{system.name} does not divide work that way",
                 got=f"{name} {degree}",
                 wanted=" and ".join(system.degrees),
-                hint="leave it out, or --system any",
+                hint=f"leave it out, or --system {DEFAULT_SYSTEM}",
             )
 
 

@@ -8,7 +8,7 @@ Nor do METP's layouts where others can fit, if both are searched: METP is chosen
 memory that it saves is paid for by smaller products and messages, and by what backward builds again.
 
     llama3-8b, 8k tokens, eight H100      dp 8 fits                          8 sequences
-    gpt-7b, 1m tokens, eight A800         two replicas do not fit            1 sequence
+    gpt-7b, 1m tokens, eight A800         dp 2 fits, with ZeRO 3             2 sequences
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.knobs import CHOSEN, KNOBS, PINNED, Pins
 from memo_sim.contract.plan import Decisions
+from memo_sim.contract.systems import DEFAULT_SYSTEM
 from memo_sim.planning.contradictions import repinned
 from memo_sim.planning.presets import known_system
 from memo_sim.planning.question import Question
@@ -38,7 +39,7 @@ _OWN_HOST_BLOCKS = "memo"
 
 def question_of_plan(decisions: Decisions, cluster: Cluster, hardware: Hardware, *, system: str = "") -> Question:
     """Return the question that ``decisions`` answer with every knob pinned, of ``system`` where it is known."""
-    own = _OWN_HOST_BLOCKS if decisions.host_allocator == "power_of_two" else "any"
+    own = _OWN_HOST_BLOCKS if decisions.host_allocator == "power_of_two" else DEFAULT_SYSTEM
     asked = Question(
         model=decisions.model,
         cluster=cluster,

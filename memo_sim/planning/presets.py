@@ -3,6 +3,10 @@
 A system is no code path: it narrows the policies and the layouts that ``space.py`` enumerates, and says who serves its
 memory. The rivals run on PyTorch's caching allocator under an eager framework (``memory/eager_framework.py``).
 
+    every-layout       all that memo plans itself; a question that names no system is of this one
+    any                the same policies on tp, a zigzag ring and dp alone, with ZeRO 1, and expert parallelism. For a
+                       quick answer, or for plans without stages, ZeRO 3, Ulysses and METP; the last two may be pinned.
+                       Where a node's devices exchange through the host, ZeRO 3 is searched too
     memo               Megatron-LM's model and parallelisms (MEMO 4.3.4): its whole logits, its distributed optimizer
                        with gradients reduced and parameters gathered beside compute (NVIDIA/Megatron-LM#391). Layouts
                        were tuned by hand (5.2); every one that the paper names has tensor parallelism of 4, 8 or 16.
@@ -10,7 +14,7 @@ memory. The rivals run on PyTorch's caching allocator under an eager framework (
                        allocated before the first step and hold every layer's skeletal tensors (4.1, 4.3.4). Without a
                        memory plan it is Megatron-LM's (5.3.1), whose tensors PyTorch's allocator serves
     metp               memory-efficient tensor parallelism (Liang et al. 2025) with dp and ZeRO 1 or 3 (its 6.2: FSDP is
-                       orthogonal), on planned memory and with MEMO's swap, which the paper has not. `every-layout`
+                       orthogonal), on planned memory and with MEMO's swap, which the paper has not. ``every-layout``
                        searches its degree too, beside others. No other system does, so that their figures stay; those
                        whose memory and ZeRO allow it have it where a question pins it
     deepspeed-ulysses  all-to-all around attention, degrees that divide the heads, ZeRO 3 over all ranks (MEMO 5.1, 5.2)
@@ -117,6 +121,7 @@ from memo_sim.contract.knobs import (
     ZeroParams,
 )
 from memo_sim.contract.plan import Decisions, HostAllocator
+from memo_sim.contract.systems import DEFAULT_SYSTEM
 from memo_sim.contract.units import KIB
 from memo_sim.program.layout.attention_chunks import in_chunks
 from memo_sim.program.layout.recomputed_layers import ALL
@@ -367,7 +372,7 @@ SYSTEMS = {
     for s in (
         System(
             "any",
-            "every policy this program knows, host memory as one slab of exact size",
+            "a narrower, quicker search: every policy on tp, ring cp and dp alone, with ZeRO 1, and ep for experts",
             (KEEP, TOKENWISE, *EVERY_ROWWISE, *EVERY_FULL, LEAST_MEMORY, FULL_SWAP, PARTIAL_SWAP),
             pinnable=("ulysses", "metp"),
             searches_ep=True,
@@ -375,8 +380,8 @@ SYSTEMS = {
             zeros_over_pcie=(1, 3),
         ),
         System(
-            "every-layout",
-            "every policy of `any` on every layout there is: tp, ring cp, Ulysses, METP, pp and dp, with ZeRO 1 or 3",
+            DEFAULT_SYSTEM,
+            "the default: every policy on every layout: tp, ring cp, Ulysses, METP, pp and dp, with ZeRO 1 or 3",
             (KEEP, TOKENWISE, *EVERY_ROWWISE, *EVERY_FULL, LEAST_MEMORY, FULL_SWAP, PARTIAL_SWAP),
             degrees=("tp", "cp", "ulysses", "metp", "pp", "dp"),
             searches_ep=True,
@@ -622,6 +627,6 @@ def find_system(name: str) -> System:
     return SYSTEMS[name]
 
 
-def known_system(name: str, other: str = "any") -> str:
+def known_system(name: str, other: str = DEFAULT_SYSTEM) -> str:
     """Return the system that a document names, ``other`` where it names none or one of another version."""
     return name if name in SYSTEMS else other

@@ -29,6 +29,7 @@ from memo_sim.contract.knobs import (
 )
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.contract.systems import DEFAULT_SYSTEM
 from memo_sim.planning.fp8 import fp8_layouts
 from memo_sim.planning.presets import System, find_system
 from memo_sim.program.layout.recomputed_layers import ALL
@@ -53,7 +54,7 @@ class Question(Chosen):
     cluster: Cluster
     hardware: Hardware
     seq_tokens: int
-    system: str = "any"
+    system: str = DEFAULT_SYSTEM
     pins: Pins = field(default_factory=Pins)
     batch_rule: str = ""
     """Why the batch is what it is, where the question did not name it (``default_batch.py``)."""

@@ -1,8 +1,8 @@
 """Compares METP's best plan with its rivals: the same ranks as tensor parallelism, as a cp ring, and as Ulysses.
 
 A rival has the same number of ranks, stages and replicas, and the same pins, but no METP. All activation policies and
-ZeRO levels are open to it (for systems other than ``any`` and ``metp``, only the system's own). Where METP is searched
-beside its rivals, they are compared only if METP has the best plan.
+ZeRO levels are open to it (where another system than memo's own or METP's is asked for, that system's). Where METP is
+searched beside its rivals, they are compared only if METP has the best plan.
 
 METP computes attention in p^3 tiles: p groups of heads, p ring steps, p ranks. With short sequences a tile is too small
 to fill a device, and its messages are too small to hide. METP recomputes what it never keeps. What it saves is device
@@ -18,6 +18,7 @@ from typing import Any
 
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Layout
+from memo_sim.contract.systems import DEFAULT_SYSTEM, OPEN
 from memo_sim.contract.units import counted, format_bytes, format_percent, format_seconds, format_tokens
 from memo_sim.engine.simulate import Simulation
 from memo_sim.planning.contradictions import repinned
@@ -31,7 +32,6 @@ from memo_sim.reasons.runner_up import TIED
 
 RIVALS = {"tp": "tp", "cp": "cp", "ulysses": "Ulysses"}
 """The layout knobs that divide a layer or a sequence over the same ranks, and their names in sentences."""
-AT_THEIR_BEST = "every-layout"
 EXCHANGES = ("send_recv", "broadcast", "reduce")
 """METP's exchanges; they run on the compute lane where nothing overlaps."""
 NOTHING = 0.001
@@ -45,7 +45,7 @@ def metp(question: Question, found: SearchResult, simulation: Simulation) -> lis
         return []
     mine = ours[0]
     layout = mine.decisions.layout
-    theirs = replace(question, system=AT_THEIR_BEST) if question.system in ("any", "metp") else question
+    theirs = replace(question, system=DEFAULT_SYSTEM) if question.system in (*OPEN, "metp") else question
     has = (*theirs.preset.degrees, *theirs.preset.pinnable)
     rivals = {name: rival(theirs, layout, degree) for degree, name in RIVALS.items() if degree in has}
     lines = [_beside(ours, rivals)]

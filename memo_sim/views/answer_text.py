@@ -8,6 +8,7 @@ from memo_sim.contract.longest import Longest
 from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.plan import PlanRow
 from memo_sim.contract.result import Result
+from memo_sim.contract.systems import DEFAULT_SYSTEM
 from memo_sim.contract.units import counted, format_percent, format_tokens
 from memo_sim.views.longest_table import tried_table
 from memo_sim.views.plan_table import plans_table, ranked_table
@@ -15,7 +16,6 @@ from memo_sim.views.stage_numbers import from_one
 from memo_sim.views.summary_text import summary_lines
 from memo_sim.views.text_table import warning_lines
 
-DEFAULT_SYSTEM = "any"
 MOST_LISTED = 12
 """Plans of a Pareto front that are listed at most."""
 TOLERANCE, MEMORY_TO_TIME = 0.01, 5

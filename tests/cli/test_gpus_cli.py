@@ -19,7 +19,7 @@ def test_the_answer_begins_with_how_many(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     first, _, headers, *rows = done.stdout.splitlines()
-    assert first.startswith("gpt-tiny, 4k tokens, 1 sequence a step within 600 s: 1 x a800 (1 node), step ")
+    assert first.startswith("gpt-tiny, 4k tokens, 4 sequences a step within 600 s: 1 x a800 (1 node), step ")
     assert "price" in first
     assert headers.split()[:3] == ["kind", "GPUs", "nodes"]
     assert rows[0].startswith("a800     1      1  smallest that fits, smallest within the time, fewest GPU-hours")

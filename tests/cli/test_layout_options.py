@@ -103,7 +103,7 @@ def test_a_layout_is_planned_as_asked_for(
         (("--pp", "2", "--schedule", "dualpipe"), 2, "--schedule"),
         (("--pp", "2", "--virtual-stages", "2"), 2, {"got": "2 with the schedule 1f1b", "hint": STAGES}),
         (("--pp", "2", "--schedule", "interleaved"), 2, {"got": "1 with the schedule interleaved", "hint": STAGES}),
-        (("--schedule", "gpipe"), 2, {"got": ("gpipe", "pp not given"), "hint": "--pp 2"}),
+        (("--system", "any", "--schedule", "gpipe"), 2, {"got": ("gpipe", "pp not given"), "hint": "--pp 2"}),
         (
             ("--pp", "2", "--tp", "2", "--schedule", "zero-bubble", "--zero", "3"),
             *(4, {"where": "layout.zero", "got": "3 with the schedule zero-bubble", "wanted": "0 or 1"}),
@@ -111,11 +111,11 @@ def test_a_layout_is_planned_as_asked_for(
         (("--zero", "0", "--zero-ranks", "4"), 2, {"got": ("zero_ranks 4", "zero 0"), "hint": "--zero 1"}),
         (("--tp", "1", "--cp", "8", "--zero-ranks", "3"), 4, {"where": "layout.zero_ranks", "got": "3 of 8 ranks"}),
         (("--ulysses", "3"), 2, {"got": "ulysses 3", "wanted": "8 devices"}),
-        (("--no-overlap-exchanges",), 2, {"got": "overlap_exchanges", "hint": "--metp 2"}),
+        (("--system", "any", "--no-overlap-exchanges"), 2, {"got": "overlap_exchanges", "hint": "--metp 2"}),
         (("--tp", "1", "--tp-overlap", "chunked"), 2, {"got": "tp_overlap chunked, tp 1", "hint": "--tp 2"}),
         (("--metp", "8", "--tp-overlap", "chunked"), 4, {"where": "layout.metp", "got": "8", "wanted": "1"}),
         (("--tp-overlap", "all"), 2, "--tp-overlap"),
-        (("--keep-norms",), 2, {"got": "keep_norms", "hint": "--metp 2"}),
+        (("--system", "any", "--keep-norms"), 2, {"got": "keep_norms", "hint": "--metp 2"}),
         (
             ("--metp", "8", "--recompute", "full", "--keep-norms"),
             *(4, {"where": "decisions.keep_norms", "got": "true with recompute full", "hint": "--keep-norms"}),

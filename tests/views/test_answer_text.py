@@ -166,7 +166,7 @@ def test_the_longest_sequence_comes_before_the_lengths_that_were_tried() -> None
     document = Longest(
         model="gpt-7b",
         cluster="a800-1x8",
-        system="any",
+        system="every-layout",
         step_tokens=1 << 16,
         seq_tokens=1 << 20,
         best=plan(),
@@ -177,6 +177,8 @@ def test_the_longest_sequence_comes_before_the_lengths_that_were_tried() -> None
     )
     short, whole = longest_text(document), longest_text(document, why=True)
     assert short.startswith("gpt-7b on a800-1x8: 1m tokens at most (limited by device memory)\nFITS with ")
+    other = longest_text(msgspec.structs.replace(document, system="any"))
+    assert other.startswith("gpt-7b on a800-1x8, system any: 1m tokens at most")
     assert "\n1088k tokens do not fit.\n\nMore: --why" in short
     assert "evaluated" not in short
     assert "a plan's step" in whole

@@ -76,7 +76,15 @@ def asked(tokens: int, pins: Pins, hardware: Hardware, devices: int = 1) -> Answ
     cluster, _ = load_cluster(f"a800-1x{devices}")
     model = msgspec.structs.replace(load_model("llama3-8b"), layers=2, vocab=32_768)
     return what_if(
-        Question(model=model, cluster=cluster, hardware=hardware, seq_tokens=tokens, pins=pins, global_batch=devices)
+        Question(
+            model=model,
+            cluster=cluster,
+            hardware=hardware,
+            seq_tokens=tokens,
+            system="any",
+            pins=pins,
+            global_batch=devices,
+        )
     )
 
 

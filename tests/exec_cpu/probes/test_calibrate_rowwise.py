@@ -78,6 +78,7 @@ def test_a_plan_selects_triton_where_it_is_faster(with_triton: Hardware, model: 
         cluster=Cluster(name="here", hardware="here", nodes=1, devices_per_node=1),
         hardware=with_triton,
         seq_tokens=2048,
+        system="any",
         pins=Pins(alpha=0.0),
     )
     best = search(asked).best

@@ -13,6 +13,7 @@ from memo_sim.answers.what_if import plan_of, what_if
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.documents import parse_documents
 from memo_sim.contract.plan import Decisions
+from memo_sim.contract.systems import DEFAULT_SYSTEM
 from memo_sim.interchange.frameworks import find_framework
 from memo_sim.planning.plan_question import question_of_plan
 
@@ -32,7 +33,7 @@ def test_a_plan_costs_what_its_own_system_makes_of_it() -> None:
 def test_a_system_of_another_version_is_none() -> None:
     decisions = Decisions(model=load_model("gpt-tiny"), seq_tokens=1024)
     cluster, hardware = load_cluster("a800-1x2")
-    assert question_of_plan(decisions, cluster, hardware, system="of tomorrow").system == "any"
+    assert question_of_plan(decisions, cluster, hardware, system="of tomorrow").system == DEFAULT_SYSTEM
     assert question_of_plan(decisions, cluster, hardware, system="fsdp").system == "fsdp"
 
 

@@ -26,7 +26,9 @@ PINS = Pins(recompute="none", alpha=0.0)
 def ask(name: str, *, device_gib: float = 6, pins: Pins = PINS) -> tuple[GpuKind, Question]:
     kind = load_gpu_kind(name)
     cluster, hardware = with_memory(kind.cluster, kind.hardware, device_bytes=int(device_gib * GIB), host_bytes=None)
-    return kind, Question(model=SHALLOW, cluster=cluster, hardware=hardware, seq_tokens=16 * KIB, pins=pins)
+    return kind, Question(
+        model=SHALLOW, cluster=cluster, hardware=hardware, seq_tokens=16 * KIB, system="any", pins=pins
+    )
 
 
 @pytest.fixture(scope="module")

@@ -64,6 +64,7 @@ def test_plans_that_a_comparison_cannot_tell_apart_are_counted(generation: str) 
         cluster=cluster,
         hardware=msgspec.structs.replace(hardware, generation=generation),
         seq_tokens=64 * 1024,
+        system="any",
     )
     answer = what_if(asked, top=100)
     result = answer.result

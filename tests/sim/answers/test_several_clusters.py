@@ -25,7 +25,7 @@ def question(name: str, device_gib: float | None = None) -> Question:
     device_bytes = None if device_gib is None else int(device_gib * GIB)
     cluster, hardware = with_memory(*load_cluster(name), device_bytes=device_bytes, host_bytes=None)
     pins = Pins(recompute="none", alpha=0.0)
-    return Question(model=SHALLOW, cluster=cluster, hardware=hardware, seq_tokens=16 * KIB, pins=pins)
+    return Question(model=SHALLOW, cluster=cluster, hardware=hardware, seq_tokens=16 * KIB, system="any", pins=pins)
 
 
 def ask(asked: Question, price: float | None = None) -> Result:

@@ -57,13 +57,15 @@ def test_what_a_search_leaves_out_is_named_with_its_option() -> None:
     assert named("any", cp=2)["--system every-layout"] == "ulysses above 1, pp above 1, zero 3"
     assert "--subsequences auto" in named("every-layout")
     assert "metp" not in str(named("every-layout"))
+    assert named("every-layout")["--zero"] == named("any")["--zero"] == "zero 0 and zero 2"
+    assert "--zero" not in {**named("every-layout", tp=8), **named("every-layout", zero=1)}
     assert "--system every-layout" not in named("every-layout")
     full = named("any", tp=8)
     assert "--system every-layout" not in full
     assert "--subsequences auto" in full
     megatron = named("megatron-lm")
     assert megatron["--ulysses N"] == "ulysses above 1"
-    assert megatron["--system any"] == "plans that megatron-lm does not have"
+    assert megatron["--system every-layout"] == "plans that megatron-lm does not have"
     knobs = "memo-sim explain PLAN changes each"
     assert named("any")[knobs].startswith("other values of --overlap, --tp-overlap, --cp-exchange, --states")
     assert "--overlap" not in named("any", overlap="both")[knobs].split(", ")[0]
@@ -162,7 +164,9 @@ def test_an_extrapolation_is_among_the_assumptions(asked) -> None:
     cluster, hardware = load_cluster("h100-1x8")
     model = msgspec.structs.replace(load_model("llama3-8b"), layers=4)
     swaps = Pins(tp=1, cp=2, dp=4, recompute="none", alpha=1.0)
-    far = Question(model=model, cluster=cluster, hardware=hardware, seq_tokens=64 * 1024, global_batch=4, pins=swaps)
+    far = Question(
+        model=model, cluster=cluster, hardware=hardware, seq_tokens=64 * 1024, system="any", global_batch=4, pins=swaps
+    )
     for each in (asked, far):
         result = what_if(each).result
         told = [assumption.value for assumption in result.summary.assumptions if assumption.name == "extrapolated"]
@@ -209,7 +213,7 @@ def test_host_memory_that_the_plan_needs_is_assumed_with_its_source(asked) -> No
 
 def test_fused_operators_that_are_priced_as_torchs_are_named() -> None:
     tiny = msgspec.structs.replace(load_model("llama-tiny"), qk_norm=True)
-    asked = Question(tiny, *load_cluster("h100-1x1"), seq_tokens=8192, pins=Pins(rowwise="triton"))
+    asked = Question(tiny, *load_cluster("h100-1x1"), seq_tokens=8192, system="any", pins=Pins(rowwise="triton"))
     for model, said in ((tiny, True), (load_model("llama-tiny"), False)):
         summary = what_if(replace(asked, model=model)).result.summary
         kernels = next(each.value for each in summary.assumptions if each.name == "other kernels")

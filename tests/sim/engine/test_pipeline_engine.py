@@ -275,7 +275,7 @@ def test_a_stage_that_misses_its_counterpart_is_a_circle(monkeypatch: pytest.Mon
 def test_the_answer_describes_the_stages() -> None:
     cluster, hardware = load_cluster("a800-1x8")
     pins = Pins(tp=4, pp=2, recompute="none", alpha=0.0)
-    question = Question(load_model("gpt-tiny"), cluster, hardware, 1024, pins=pins, global_batch=4)
+    question = Question(load_model("gpt-tiny"), cluster, hardware, 1024, system="any", pins=pins, global_batch=4)
     answer = what_if(question)
     assert answer.best is not None
     layout = answer.best.decisions.layout

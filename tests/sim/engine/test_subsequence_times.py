@@ -51,7 +51,7 @@ LLAMA_65B = Model(
 
 def asked(model: str, nodes: int, seq_tokens: int) -> Question:
     cluster, hardware = load_cluster(f"a100-{nodes}x8-hdr4")
-    return Question(model=load_model(model), cluster=cluster, hardware=hardware, seq_tokens=seq_tokens)
+    return Question(model=load_model(model), cluster=cluster, hardware=hardware, seq_tokens=seq_tokens, system="any")
 
 
 def on_a_node(subsequences: int, *, seq_tokens: int = 512 * K) -> Decisions:
@@ -129,7 +129,7 @@ def test_the_engine_adds_sums_head_and_unequal_subsequences_to_the_formula() -> 
     """F contains only the layers' kernels. With the sums of keys' gradients added, T lacks the head's part, 5 %."""
     cluster, hardware = load_cluster("a100-2x2-hdr4")
     model = msgspec.structs.replace(GPT_7B, layers=8)
-    question = Question(model, cluster, hardware, 128 * K)
+    question = Question(model, cluster, hardware, 128 * K, system="any")
     formula = {n: solve(question, sps=[2], numbers=[n])[0] for n in (4, 16, 64)}
     steps = {}
     for number, choice in formula.items():

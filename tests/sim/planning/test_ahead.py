@@ -86,7 +86,7 @@ class SlowTeam(Team):
 
 def asked(devices: int, **more: Any) -> Question:
     cluster, hardware = load_cluster(f"a800-1x{devices}")
-    return Question(load_model("gpt-tiny"), cluster, hardware, 4096, **more)
+    return Question(load_model("gpt-tiny"), cluster, hardware, 4096, **({"system": "any"} | more))
 
 
 def told(found: SearchResult) -> bytes:

@@ -151,6 +151,7 @@ def test_the_program_knows_that_states_take_host_memory(states: States) -> None:
         cluster=cluster,
         hardware=hardware,
         seq_tokens=1 << 20,
+        system="any",
         pins=Pins(tp=8, cp=1, recompute="tokenwise"),
         states=states,
     )

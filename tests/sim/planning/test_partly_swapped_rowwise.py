@@ -29,7 +29,7 @@ def ask(device_gib: int, host_gib: int, *, seq_tokens: int = 1 << 17, **pins: st
     cluster, hardware = with_memory(*load_cluster("h100-1x8"), **sizes)
     one = msgspec.structs.replace(cluster, name="h100-1x1", devices_per_node=1)
     model = msgspec.structs.replace(load_model("llama3-8b"), layers=8, vocab=32768)
-    return Question(model, one, hardware, seq_tokens, pins=Pins(**pins))  # type: ignore[arg-type]
+    return Question(model, one, hardware, seq_tokens, system="any", pins=Pins(**pins))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("prune", [True, pytest.param(False, marks=pytest.mark.slow)])

@@ -60,6 +60,7 @@ def question(fused: dict[str, float] | None, model: str = "llama-tiny", **pins: 
         cluster=cluster,
         hardware=hardware,
         seq_tokens=16_384,
+        system="any",
         pins=Pins(**pins),  # type: ignore[arg-type]
     )
 
@@ -94,7 +95,12 @@ def test_plans_with_other_places_of_experts_are_lowered_once(lowered: list[Decis
     """Fused kernels play rows of tokens; where rows of experts go changes none of them."""
     cluster, hardware = machine(every(FAST, swiglu=0.9))
     asked = Question(
-        model=load_model("mixtral-tiny"), cluster=cluster, hardware=hardware, seq_tokens=16_384, pins=Pins()
+        model=load_model("mixtral-tiny"),
+        cluster=cluster,
+        hardware=hardware,
+        seq_tokens=16_384,
+        system="any",
+        pins=Pins(),
     )
     choice = rowwise_kernels.RowwiseChoice(hardware)
     for dp, ep in ((1, 1), (2, 2), (4, 2), (4, 4)):
@@ -254,7 +260,12 @@ def test_a_divided_vocabulary_has_no_fused_loss() -> None:
     cluster, hardware = machine(every(0.99, cross_entropy=1000.0), "a800-1x8")
     for tp, found in ((1, {"triton"}), (2, {"torch"})):
         asked = Question(
-            model=load_model("llama-tiny"), cluster=cluster, hardware=hardware, seq_tokens=2**20, pins=Pins(tp=tp)
+            model=load_model("llama-tiny"),
+            cluster=cluster,
+            hardware=hardware,
+            seq_tokens=2**20,
+            system="any",
+            pins=Pins(tp=tp),
         )
         assert chosen(asked) == found
 
@@ -296,7 +307,7 @@ def test_stages_choose_by_their_sum_where_no_implementation_is_always_faster(pin
 def stages(fused: dict[str, float], **pins: object) -> Question:
     cluster, hardware = machine(fused, "a800-1x4")
     given = Pins(tp=1, cp=1, dp=2, pp=2, recompute="none", **pins)  # type: ignore[arg-type]
-    return Question(load_model("llama-tiny"), cluster, hardware, 16_384, global_batch=8, pins=given)
+    return Question(load_model("llama-tiny"), cluster, hardware, 16_384, system="any", global_batch=8, pins=given)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full", "tokenwise"])
@@ -338,7 +349,9 @@ def test_one_layer_has_the_works_of_all_stages(
 def test_subsequences_have_the_choice_of_all_stages_lowered(fused: dict[str, float], recompute: Recompute) -> None:
     """One layer of each kind stands for the layers of every stage."""
     cluster, hardware = machine(fused, "a800-1x8")
-    asked = Question(model=load_model("llama-tiny"), cluster=cluster, hardware=hardware, seq_tokens=16_384, pins=Pins())
+    asked = Question(
+        model=load_model("llama-tiny"), cluster=cluster, hardware=hardware, seq_tokens=16_384, system="any", pins=Pins()
+    )
     plans: list[tuple[int, Schedule]] = [(1, "1f1b"), (2, "1f1b"), (2, "gpipe")]
     for pp, schedule in plans:
         layout = Layout(pp=pp, schedule=schedule, subsequences=3)

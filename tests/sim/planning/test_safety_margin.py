@@ -23,7 +23,7 @@ def ask(policy: MemoryPolicy = "planned", safety_bytes: int = 0) -> Question:
     machine = with_memory(*load_cluster("a800-1x4"), device_bytes=None, host_bytes=None, safety_bytes=safety_bytes)
     pins = Pins(tp=4, cp=1, recompute="none", alpha=0.0, memory_policy=policy)
     cluster, hardware = machine
-    return Question(model=SHALLOW, cluster=cluster, hardware=hardware, seq_tokens=16 * KIB, pins=pins)
+    return Question(model=SHALLOW, cluster=cluster, hardware=hardware, seq_tokens=16 * KIB, system="any", pins=pins)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

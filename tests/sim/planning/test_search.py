@@ -91,7 +91,7 @@ def test_labels() -> None:
 
 def test_swapping_every_token_is_one_plan_not_two() -> None:
     cluster, hardware = load_cluster("a800-8x8")
-    asked = Question(load_model("gpt-65b"), cluster, hardware, 1 << 19, pins=Pins(tp=8, cp=8))
+    asked = Question(load_model("gpt-65b"), cluster, hardware, 1 << 19, system="any", pins=Pins(tp=8, cp=8))
     found = accounted(asked)
     assert TOKENWISE in {c.policy for c in candidates(asked)[0]}
     swapped = [e.policy for e in found.ranked if e.decisions.alpha == 1 and e.decisions.recompute != "rowwise"]
@@ -125,7 +125,7 @@ def test_an_eager_framework_has_all_logits_at_once() -> None:
 
 def test_reasons_about_the_sequence_come_first() -> None:
     cluster, hardware = load_cluster("a800-1x8")
-    odd = Question(load_model("gpt-7b"), cluster, hardware, 1_000_001)
+    odd = Question(load_model("gpt-7b"), cluster, hardware, 1_000_001, system="any")
     with refused(Infeasible, where="1000001 tokens", got="seq_tokens") as error:
         candidates(odd)
     assert "seq_tokens" in str(error.value.got).split(";", maxsplit=1)[0]

@@ -28,7 +28,7 @@ def of_widths(model: Model, *widths: int) -> Model:
 
 def question(model: Model, **pins: Any) -> Question:
     batch = pins.pop("global_batch", 1)
-    return Question(model, CLUSTER, HARDWARE, 4096, pins=Pins(**pins), global_batch=batch)
+    return Question(model, CLUSTER, HARDWARE, 4096, system="any", pins=Pins(**pins), global_batch=batch)
 
 
 @pytest.mark.parametrize("runs", [1, 2, 4, 8])

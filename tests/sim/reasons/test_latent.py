@@ -73,7 +73,7 @@ def test_a_kernel_that_pads_values_is_named() -> None:
 def test_the_newest_kernel_that_takes_the_heads_is_chosen(value_dim: int, kernel: str) -> None:
     latent = msgspec.structs.replace(DEEPSEEK, value_dim=value_dim)
     model = msgspec.structs.replace(MODEL, latent=latent)
-    question = Question(model, *load_cluster("h100-1x8"), 1 << 14, global_batch=8, pins=asked().pins)
+    question = Question(model, *load_cluster("h100-1x8"), 1 << 14, "any", global_batch=8, pins=asked().pins)
     assert attention_kernel(question) == kernel
 
 
@@ -81,7 +81,7 @@ def test_a_kernel_without_these_heads_is_refused_by_name() -> None:
     latent = msgspec.structs.replace(DEEPSEEK, value_dim=64)
     model = msgspec.structs.replace(MODEL, latent=latent)
     pins = asked(attention="flash3").pins
-    question = Question(model, *load_cluster("h100-1x8"), 1 << 14, global_batch=8, pins=pins)
+    question = Question(model, *load_cluster("h100-1x8"), 1 << 14, "any", global_batch=8, pins=pins)
     with pytest.raises(Infeasible, match="no form for these widths"):
         what_if(question)
 

@@ -23,7 +23,7 @@ def played(**changes: Any) -> tuple[Question, Simulation]:
     model, (cluster, hardware) = load_model("llama3-8b"), load_cluster("h100-1x8")
     fields = {"seq_tokens": TOKENS, "objective": "grpo", "global_batch": 4, "loss_chunk_tokens": CHUNK} | changes
     plan = decide(model, Layout(tp=2, sequence_parallel=True, dp=4, zero=1), ("none", 0.0), **fields)
-    return Question(model, cluster, hardware, seq_tokens=TOKENS), simulate(plan, hardware, cluster)
+    return Question(model, cluster, hardware, seq_tokens=TOKENS, system="any"), simulate(plan, hardware, cluster)
 
 
 def said(**changes: Any) -> str:

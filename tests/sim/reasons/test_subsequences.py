@@ -125,14 +125,14 @@ def test_offloading_of_a_plan_written_by_hand_is_reported(swapped: tuple[int, ..
     decisions = Decisions(model=model, layout=Layout(subsequences=4), seq_tokens=65536)
     assert partition(decisions) == (25216, 16256, 12928, 11136)
     asked = msgspec.structs.replace(decisions, swapped_tokens=sum(swapped), subsequence_swapped_tokens=swapped)
-    question = Question(model, cluster, hardware, 65536)
+    question = Question(model, cluster, hardware, 65536, system="any")
     assert told in subsequences(SearchResult([], 0, 0), play(question, asked))[0]
 
 
 def test_an_alpha_that_is_rounded_is_reported() -> None:
     cluster, hardware = load_cluster("a100-1x1")
     model = msgspec.structs.replace(load_model("gpt-7b"), layers=2)
-    question = Question(model, cluster, hardware, 2048, pins=Pins(subsequences=4, alpha=0.4))
+    question = Question(model, cluster, hardware, 2048, system="any", pins=Pins(subsequences=4, alpha=0.4))
     lines = what_if(question).result.why
     assert (
         "Alpha 0.4 is rounded to 0.25: tokens are swapped in blocks of 128, the same number in every subsequence."
@@ -171,7 +171,9 @@ def test_fewer_subsequences_are_suggested_where_they_fit() -> None:
 
     def asked(number: int, **pins: object) -> tuple[Question, SearchResult]:
         pinned = Pins(tp=8, cp=8, subsequences=number, **pins)  # type: ignore[arg-type]
-        question = Question(load_model("llama3-70b"), cluster, hardware, 1 << 20, global_batch=1, pins=pinned)
+        question = Question(
+            load_model("llama3-70b"), cluster, hardware, 1 << 20, system="any", global_batch=1, pins=pinned
+        )
         return question, search(question)
 
     def suggested(question: Question, found: SearchResult) -> list[str]:

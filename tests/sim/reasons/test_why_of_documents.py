@@ -30,7 +30,7 @@ def played(**changes: Any) -> tuple[Question, Simulation]:
         "kernels": Kernels(attention="flash3"),
     } | changes
     plan = decide(model, layout, ("full", 0.0), **fields)
-    return Question(model=model, cluster=cluster, hardware=hardware, seq_tokens=2**17), simulate(
+    return Question(model=model, cluster=cluster, hardware=hardware, seq_tokens=2**17, system="any"), simulate(
         plan, hardware, cluster
     )
 

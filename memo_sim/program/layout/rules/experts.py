@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memo_sim.contract.plan import Decisions
+from memo_sim.contract.systems import DEFAULT_SYSTEM
 from memo_sim.program.layout.expert_load import measured_shares, shown_load
 from memo_sim.program.layout.parameters import gradient_dtype, without_masters
 from memo_sim.program.layout.rowwise_blocks import is_rowwise
@@ -87,7 +88,7 @@ EXPERTS = (
         where="model.experts",
         got="experts with a shared one, with biases, or with a clamped activation",
         wanted="experts without a shared one and biases, whose activation is silu",
-        hint="--system any prices memo's own operators",
+        hint=f"--system {DEFAULT_SYSTEM} prices memo's own operators",
     ),
     _MODULE_EXPERTS.allows("layout.ep", 1, because="FSDP2 divides their weights, and gathers them layer by layer"),
     _MODULE_EXPERTS.allows("layout.tp", 1, because="memo knows experts of Hugging Face's modules on one rank alone"),

@@ -135,7 +135,7 @@ def ask(exchange: CpExchange, seq_tokens: int, *, lent: bool = False) -> Questio
         zero=3,
         replay_allocator=lent,
     )
-    return Question(load_model("gpt-7b"), cluster, hardware, seq_tokens, pins=pins)
+    return Question(load_model("gpt-7b"), cluster, hardware, seq_tokens, system="any", pins=pins)
 
 
 def test_more_keys_in_one_call_need_more_groups_of_heads() -> None:
