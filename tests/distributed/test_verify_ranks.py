@@ -156,7 +156,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "model": load_model("qwen3-30b-a3b"),
         "layout": Layout(pp=2, dp=2, ep=2, subsequences=8),
         "recompute": "tokenwise",
-        "swapped_tokens": 2**16,
+        "swapped_tokens": 2**17,
     },
     "unlike layers with experts in subsequences": {
         "model": load_model("deepseek-v3"),
