@@ -1,6 +1,6 @@
 """Measures on a CPU what the executor adds to torch's own work.
 
-    python -m benchmarks.executor [--rounds 5]
+    python -m benchmarks.executor [--rounds 5] [--ways save_on_cpu offload_activations] [--together]
 
 Dispatch is a step whose kernels do nothing, for 64 layers of width 32. Offloading trains small GPTs, and a Llama of
 transformers where it is installed, with plain autograd, torch's ``save_on_cpu``, ``offload_activations``, and the same
@@ -8,7 +8,11 @@ with its copies (``device="cpu"``), of large tensors or of small ones too. ``sav
 "bare copies" copies every tensor to new memory and back, and does nothing else. Every round starts a process for each
 of them in turn, so that other load of the machine meets all. Seconds are CPU seconds of a step, the best of all rounds;
 peaks are of the resident bytes beyond those before the first step, the median of the rounds. Ratios are to
-``save_on_cpu``.
+``save_on_cpu``, or to the first of ``--ways`` that do not name it.
+
+With ``--together`` the ways take turns step by step in one process, so that both meet the same load; each has the best
+of its steps and the median of its ratios, and no peaks. This is for ways that leave nothing behind for the next one,
+which those with copies do: they give the heap's memory back.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import argparse
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.util import find_spec
@@ -38,7 +42,8 @@ from memo_sim.program.lower import lower
 MODELS = (("gpt", 24, 96, 128), ("gpt", 24, 96, 512), ("gpt", 2, 256, 8192), ("llama", 4, 256, 2048))
 """Family, layers, width and tokens; GPTs are plain torch, Llamas are Hugging Face's."""
 STEPS = 3
-"""Steps of each round, after the first one."""
+"""Steps of each round after the first one, at least; small models play more, for ``LEAST_S`` in all."""
+LEAST_S = 1.0
 HEADS = 4
 WAYS = ("plain", "save_on_cpu", "bare copies", "offload_activations", "with copies", "small copies too")
 
@@ -123,9 +128,8 @@ def forward_of(family: str, layers: int, width: int, tokens: int) -> tuple[nn.Mo
     return llama, lambda: llama(input_ids=ids, labels=ids, use_cache=False).loss
 
 
-def offloading(way: str, family: str, shape: tuple[int, int, int], steps: int) -> tuple[float, int]:
-    """Return the CPU seconds of a step, and the bytes of memory that steps took at most."""
-    model, forward = forward_of(family, *shape)
+def step_of(way: str, model: nn.Module, forward: Callable[[], Tensor]) -> Callable[[], None]:
+    """Return a function that plays a step."""
     device = "cpu" if way in ("with copies", "small copies too") else None
     swap = offload_activations(device=device, min_offload_size=1024 if way == "small copies too" else None)
     contexts: dict[str, Callable[[], AbstractContextManager[object]]] = {
@@ -140,9 +144,27 @@ def offloading(way: str, family: str, shape: tuple[int, int, int], steps: int) -
             loss = forward()
         torch.autograd.backward(loss)
 
+    return step
+
+
+def together(ways: Sequence[str], family: str, shape: tuple[int, int, int], rounds: int) -> dict[str, list[float]]:
+    """Return the CPU seconds of each way's steps; the ways take turns in this process."""
+    model, forward = forward_of(family, *shape)
+    steps = {way: step_of(way, model, forward) for way in ways}
+    first_s = max(best_s(step, 1) for step in steps.values())
+    found: dict[str, list[float]] = {way: [] for way in ways}
+    for turn in range(max(rounds, int(rounds * LEAST_S / first_s))):
+        for way in ways[:: 1 if turn % 2 else -1]:
+            found[way].append(best_s(steps[way], 1))
+    return found
+
+
+def offloading(way: str, family: str, shape: tuple[int, int, int], steps: int) -> tuple[float, int]:
+    """Return the CPU seconds of a step, and the bytes of memory that steps took at most."""
+    step = step_of(way, *forward_of(family, *shape))
     before = _peak_bytes()
-    step()
-    seconds = best_s(step, steps)
+    first_s = best_s(step, 1)
+    seconds = best_s(step, max(steps, int(LEAST_S / first_s)))
     return seconds, _peak_bytes() - before
 
 
@@ -162,6 +184,8 @@ def main() -> None:
     """Measure and print everything, or one way of offloading in this process."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.executor", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="ways of offloading to measure")
+    parser.add_argument("--together", action="store_true", help="take turns in one process")
     parser.add_argument(
         "--one", nargs=5, metavar=("WAY", "FAMILY", "LAYERS", "WIDTH", "TOKENS"), help=argparse.SUPPRESS
     )
@@ -178,15 +202,24 @@ def main() -> None:
         if model[0] == "llama" and find_spec("transformers") is None:
             continue
         sys.stdout.write("offloading: {}, {} layers of width {}, {} tokens\n".format(*model))
-        found: dict[str, list[tuple[float, int]]] = {way: [] for way in WAYS}
+        if options.together:
+            seconds_of = together(options.ways, model[0], model[1:], options.rounds)
+            base = seconds_of.get("save_on_cpu") or next(iter(seconds_of.values()))
+            for way, each in seconds_of.items():
+                ratio = median(s / b for s, b in zip(each, base, strict=True))
+                best = f"{min(each) * 1e3:8.1f} ms {min(each) / min(base):5.2f}x"
+                sys.stdout.write(f"  {way:20} {best}  median {ratio:5.2f}x of {len(each)} steps\n")
+            continue
+        found: dict[str, list[tuple[float, int]]] = {way: [] for way in options.ways}
         for _ in range(options.rounds):
             for way, rounds in found.items():
                 command = [sys.executable, "-m", "benchmarks.executor", "--one", way, *map(str, model)]
                 seconds, size = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
                 rounds.append((float(seconds), int(size)))
         steps = {way: (min(s for s, _ in rounds), median(size for _, size in rounds)) for way, rounds in found.items()}
+        base_s, base_bytes = steps.get("save_on_cpu") or next(iter(steps.values()))
         for way, (step_s, size_bytes) in steps.items():
-            times, sizes = step_s / steps["save_on_cpu"][0], size_bytes / steps["save_on_cpu"][1]
+            times, sizes = step_s / base_s, size_bytes / base_bytes
             text = f"{step_s * 1e3:8.1f} ms {times:5.2f}x  {size_bytes / 2**20:6.0f} MiB {sizes:5.2f}x"
             sys.stdout.write(f"  {way:20} {text}\n")
 

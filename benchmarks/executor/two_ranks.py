@@ -7,12 +7,17 @@ rank that arrives last. With ZeRO 1, blocks are reduced and gathered one behind 
 so an instruction counts from its own start to its end. Calls back to back are what calibration timed before. Where an
 instruction makes several calls, "as one call" is the time of a single one of all bytes. Because other programs may use
 the machine, the lowest fifth of the times counts everywhere.
+
+Kernels of the compute lane are timed by the clock and by the thread's CPU time; the difference is the wait for a core.
+With ZeRO 1, rank 0 also plays the step of one replica alone, while the other rank sleeps: what its kernels take less
+is what ranks take from each other.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
@@ -26,19 +31,22 @@ from benchmarks.executor.small_steps import decisions_of
 from memo_exec.distributed.groups import make_groups
 from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.interpreter.interpreter import Interpreter
-from memo_exec.kernels import StepScalars
+from memo_exec.kernels import KERNELS, Call, Kernel, StepScalars
 from memo_exec.probes import collectives
 from memo_exec.probes.ranks import Ranks
 from memo_sim.contract.hardware import CollectiveKind
-from memo_sim.contract.plan import Layout
+from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.work import Collective, LibraryCall
 from memo_sim.program.lower import lower
 
+RANKS = 2
 STEPS, ROUNDS, SECONDS = 100, 12, 0.05
 LOW = 0.2
 PATIENCE_S = 60
 CPU = torch.device("cpu")
+ByWork = dict[tuple[CollectiveKind, int, tuple[LibraryCall, ...]], list[float]]
+"""Seconds in a step, by kind, bytes and calls of a collective."""
 LAYOUTS = {"tp": Layout(tp=2, sequence_parallel=True), "ulysses": Layout(ulysses=2), "zero1": Layout(dp=2, zero=1)}
 
 
@@ -65,18 +73,29 @@ def main() -> None:
     groups = make_groups(programs, MeshCoordinates(decisions.layout, ranks.rank), patience_s=PATIENCE_S)
     ids = torch.zeros(1, decisions.local_tokens, dtype=torch.int64)
     times, left = [], []
-    with Interpreter(decisions, program, rank=ranks.rank, groups=groups, sharing=ranks.world) as interpreter:
+    clocks = Clocks()
+    with Interpreter(
+        decisions, program, rank=ranks.rank, groups=groups, sharing=ranks.world, kernels=clocks.kernels
+    ) as interpreter:
         for _ in range(STEPS):
             ranks.wait()
             record = interpreter.run_step([(ids, ids)], StepScalars(lr=1e-4))
+            clocks.end_step(record.step_s)
             if own:
                 times.append(ranks.shortest((record.end_s[found] - record.start_s[found]).tolist()))
                 continue
             times.append(ranks.shortest((record.start_s[behind] - record.end_s[before]).tolist()))
             left.append(ranks.shortest((record.start_s[behind] - record.end_s[found]).tolist()))
+    together = clocks.text()
+    if ranks.first:
+        sys.stdout.write(f"two ranks: {together}\n")
+    ranks.wait()
+    if own and ranks.first:
+        sys.stdout.write(f"one rank alone: {_alone(replace(decisions, layout=Layout(), global_batch=1), ids)}\n")
+    ranks.wait()
     in_step = np.quantile(np.array(times[2:]), LOW, axis=0).tolist()
     awaited = [True] * len(found) if own else (np.array(left).min(axis=0) > 0).tolist()
-    by_work: dict[tuple[CollectiveKind, int, tuple[LibraryCall, ...]], list[float]] = defaultdict(list)
+    by_work: ByWork = defaultdict(list)
     for i, first, seconds, waits in zip(found, before, in_step, awaited, strict=True):
         work = walked[i].work
         if (
@@ -86,6 +105,12 @@ def main() -> None:
             and work.kind in collectives.KINDS
         ):
             by_work[work.kind, work.bytes, work.calls].append(seconds)
+    _print_collectives(ranks, by_work)
+    dist.destroy_process_group()
+
+
+def _print_collectives(ranks: Ranks, by_work: ByWork) -> None:
+    """Time the collectives that a step has, and print them beside their seconds in the step."""
     group = ranks.group(ranks.world)
     for (kind, size, calls), seconds_of in sorted(by_work.items()):
         low: dict[str, float] = defaultdict(float)
@@ -102,7 +127,48 @@ def main() -> None:
         if ranks.first:
             name = f"{kind:15} {size:8,} B in {len(calls) or 1} calls x {len(seconds_of):2}"
             sys.stdout.write(f"{name}: {step_s * 1e6:5.0f} us in a step  {text}\n")
-    dist.destroy_process_group()
+
+
+class Clocks:
+    """Seconds of the compute lane's kernels in each step, by the clock and by the thread's CPU time."""
+
+    def __init__(self) -> None:
+        self._now = [0.0, 0.0]
+        self._steps: list[tuple[float, float, float]] = []
+        self.kernels = {op: self._timed(kernel) for op, kernel in KERNELS.items()}
+
+    def _timed(self, kernel: Kernel) -> Kernel:
+        def play(call: Call) -> None:
+            if call.instruction.lane is not Lane.COMPUTE:
+                kernel(call)
+                return
+            begin = time.perf_counter(), time.thread_time()
+            kernel(call)
+            self._now[1] += time.thread_time() - begin[1]
+            self._now[0] += time.perf_counter() - begin[0]
+
+        return play
+
+    def end_step(self, step_s: float) -> None:
+        """Keep the seconds of a step."""
+        self._steps.append((step_s, self._now[0], self._now[1]))
+        self._now = [0.0, 0.0]
+
+    def text(self) -> str:
+        """Return the medians of the steps after the first two, and the steps' lowest fifth."""
+        steps = np.array(self._steps[2:])
+        (step, clock, cpu), low = np.median(steps, axis=0) * 1e3, np.quantile(steps, LOW, axis=0) * 1e3
+        kernels = f"kernels {clock:.1f} ms by the clock, {cpu:.1f} ms CPU ({1 - cpu / clock:.0%} wait for a core)"
+        return f"median step {step:.1f} ms, {kernels}; lowest fifth {low[0]:.1f}, {low[1]:.1f}, {low[2]:.1f} ms"
+
+
+def _alone(decisions: Decisions, ids: torch.Tensor) -> str:
+    """Return the times of a replica's steps without other ranks, with as many threads as beside one."""
+    clocks = Clocks()
+    with Interpreter(decisions, lower(decisions)[0], sharing=RANKS, kernels=clocks.kernels) as interpreter:
+        for _ in range(STEPS):
+            clocks.end_step(interpreter.run_step([(ids, ids)], StepScalars(lr=1e-4)).step_s)
+    return clocks.text()
 
 
 def _handed_s(ranks: Ranks, call: Callable[[], None], group: dist.ProcessGroup) -> float:

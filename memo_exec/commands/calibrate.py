@@ -83,6 +83,7 @@ def calibrate(
     """Return the profile of this machine's device.
 
     Under torchrun all ranks first measure together. Then rank 0 measures its device alone; the others return None.
+    Operators get as many threads as in a run of so many ranks.
 
     Args:
         name: name of the profile; made from the device's name when None.
@@ -102,7 +103,7 @@ def calibrate(
     begun, called = datetime.now(UTC), time.perf_counter()
     load = Load.now()
     with joined() as ranks:
-        machine = this_machine()
+        machine = this_machine(sharing=ranks.world)
         grid = grid or (grids.CPU if machine.device == "cpu" else grids.CUDA)
         budget = Budget(grid.budget_s if budget_s is None else budget_s, spent_s + time.perf_counter() - called)
         note = note if ranks.first else _silent
@@ -162,7 +163,7 @@ def _together(
         ranks, grid.message_bytes, grid.message_s, COLLECTIVES, outside=outside, told=note, over=over
     )
     note(f"measuring copies of {ranks.world} ranks at once")
-    with Lanes(ranks.device, middle, memory.cache_bytes(ranks.device)) as lanes:
+    with Lanes(ranks.device, middle, memory.cache_bytes(ranks.device), sharing=ranks.world) as lanes:
         everywhere = copy_rates.all_devices(ranks, lanes, grid, over=over)
         layer = Bench(ranks.device, lanes.cache_bytes).chain(operators_of([middle]))
         note("measuring compute beside collectives")
@@ -192,14 +193,16 @@ def _measure(
     reserve = _reserve(machine)
     base = next(grids.decisions(grid, kernels.attention[0]))
     cache_bytes = memory.cache_bytes(device)
-    with Lanes(device, base, cache_bytes) as lanes:
+    with Lanes(device, base, cache_bytes, sharing=machine.sharing) as lanes:
         own = _operators(grid, kernels.attention, kernels.rowwise, kernels.losses)
         operators = by_decision([*own, *beside])
         first = copy_rates.measurements(grid)
         total = first + PASSES * len(operators) + 1  # the last one measures memory
         bench = Bench(device, cache_bytes)
         time_one = partial(_inside, lanes, bench)
-        added = in_step.measure(base, partial(time_one, effort=Effort())) if machine.device == "cpu" else None
+        added = None
+        if machine.device == "cpu":
+            added = in_step.measure(base, partial(time_one, effort=Effort()), sharing=machine.sharing)
         # The copies and memory come first: no profile does without them, and the operators use the time they leave.
         layer = bench.chain(operators_of([grids.middle(grid, kernels.attention[0])]))
         copies_end = partial(budget.over, COPIES_END)

@@ -34,13 +34,16 @@ MOST_COPIED_BYTES = 3 * 2**26
 
 
 class Lanes:
-    """The compute and copy lanes of one device; each can repeat a call until it is stopped."""
+    """The compute and copy lanes of one device; each can repeat a call until it is stopped.
 
-    def __init__(self, device: torch.device, decisions: Decisions, cache_bytes: int) -> None:
+    ``sharing``: how many processes share this host's cores in a run; operators get as many threads as there.
+    """
+
+    def __init__(self, device: torch.device, decisions: Decisions, cache_bytes: int, *, sharing: int = 1) -> None:
         self.device = device
         self.cache_bytes = cache_bytes
         self.context = Context(decisions, device)
-        self._threads = lane_threads((Lane.COMPUTE, Lane.D2H, Lane.H2D), device)
+        self._threads = lane_threads((Lane.COMPUTE, Lane.D2H, Lane.H2D), device, sharing)
         self._streams: dict[Lane, torch.cuda.Stream] = {}
         if device.type == "cuda":
             for lane in self._threads:

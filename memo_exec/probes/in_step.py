@@ -61,12 +61,16 @@ class InStep:
 
 
 def measure(
-    decisions: Decisions, alone: Callable[[Operator], Sample], kernels: Mapping[str, Kernel] = KERNELS
+    decisions: Decisions,
+    alone: Callable[[Operator], Sample],
+    kernels: Mapping[str, Kernel] = KERNELS,
+    *,
+    sharing: int = 1,
 ) -> InStep:
     """Return the time that a step adds to ``alone(operator)``, the mean over the compute lane.
 
     There are ``LAYERS`` layers that are kept, so that an instruction's operands are not those of the last, and compute
-    waits for no copy.
+    waits for no copy. ``sharing``: as for ``Lanes``.
     """
     model = msgspec.structs.replace(decisions.model, layers=LAYERS)
     kept = msgspec.structs.replace(decisions, model=model, swapped_tokens=0, subsequence_swapped_tokens=())
@@ -76,7 +80,7 @@ def measure(
     tokens = torch.zeros(kept.micro_batch, kept.seq_tokens, dtype=torch.int64)
     batch = [(tokens, tokens)] * program.micro_batches
     between, played = [], []
-    with Interpreter(kept, program, kernels=kernels) as interpreter:
+    with Interpreter(kept, program, sharing=sharing, kernels=kernels) as interpreter:
         _draw(interpreter)
         for step in range(WARM_UPS + STEPS):
             record = interpreter.run_step(batch, StepScalars())

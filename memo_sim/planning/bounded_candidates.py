@@ -7,6 +7,7 @@ pipeline     from the kernels of each stage and their waits, once for all candid
 layers       from a few of the plan's layers
 passes       from the passes of all stages, which wait for each other
 fitting      from a few of the plan's layers, without alphas that they show not to fit on the device
+halved       from a few of the plan's layers, for ranges of alpha of which the fastest is halved again and again
 wide, narrow from a few of the plan's layers, for each of some ranges of alpha
 alone        from one stage that is played by itself, against the best plans so far; where they are far off, again
              against longer and longer times, with other candidates in between
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
+from heapq import heappop, heappush
 from itertools import pairwise
 from typing import Literal
 
@@ -49,7 +51,7 @@ LEAST_SHARED = 3
 """Least number of policies that are worth a lowering of the plan that keeps everything, where it is none of them."""
 
 NextBound = Literal[
-    "beside", "unswapped", "pipeline", "layers", "passes", "fitting", "wide", "narrow", "alone", "memory", ""
+    "beside", "unswapped", "pipeline", "layers", "passes", "fitting", "halved", "wide", "narrow", "alone", "memory", ""
 ]
 
 
@@ -90,9 +92,10 @@ class Bounded:
     def next_name(self, limit_s: float) -> Hashable:
         """Return the name of the next bounds, with what they depend on beside the candidate.
 
-        One stage is played against longer and longer times, each from the bounds before it.
+        One stage is played against longer and longer times, and ranges are halved until they need these, each from the
+        bounds before it.
         """
-        if self.next_bound == "alone" and self.bound is not None:
+        if self.next_bound in {"alone", "halved"} and self.bound is not None:
             return self.next_bound, limit_s, self.bound.step_s
         return self.next_bound
 
@@ -194,11 +197,12 @@ class CandidateBounds:
         itself = not any_alpha and base == keep
         if short and not any_alpha and base.layout.subsequences > 1:
             return Bounded(candidate, bound, short, "memory" if base.layout.pp > 1 else "")
+        of_layers = self._of_few(candidate)
         if short or itself or not tells:
-            return Bounded(candidate, bound, short, "layers")
+            return Bounded(candidate, bound, short, of_layers)
         if base.layout.subsequences == 1:
-            return Bounded(candidate, bound, short, "beside" if bound.step_s else "layers")
-        return Bounded(candidate, bound, short, "pipeline" if is_known(base) and beside_kept else "layers")
+            return Bounded(candidate, bound, short, "beside" if bound.step_s else of_layers)
+        return Bounded(candidate, bound, short, "pipeline" if is_known(base) and beside_kept else of_layers)
 
     def _rough(self, base: Decisions, keep: Decisions | None, *, any_alpha: bool, is_candidate: bool) -> LowerBound:
         """Return rough bounds, without ``keep`` where that is no candidate and cannot be lowered.
@@ -225,8 +229,6 @@ class CandidateBounds:
                 return self._in_time(one, bound)
             if one.next_bound == "alone":
                 target_s = min(limit_s, bound.step_s * FARTHER)
-                if candidate.base.layout.pp == 1 and target_s < limit_s:
-                    return replace(one, next_bound="")  # plays of a few alphas take no longer
                 bound = self._of_one_stage(candidate, bound, target_s)
                 again = 0 < target_s <= bound.step_s < limit_s and candidate.policy.alpha is None
                 return replace(one, bound=bound, next_bound="alone" if again else self._after(one))
@@ -234,6 +236,8 @@ class CandidateBounds:
                 bound = self._of_fullest_stage(candidate, bound)
                 short = self.of_plans.shortfall_bytes(bound)
                 return Bounded(candidate, bound, short, "" if short else self._after(one))
+            if one.next_bound == "halved":
+                return self._halved(one, bound, limit_s)
             width = RANGES.get(one.next_bound)
             higher = self._of_layers(candidate) if width is None else self._of_ranges(candidate, width)
         except Infeasible:
@@ -259,9 +263,9 @@ class CandidateBounds:
         if one.next_bound == "beside" and policy.alpha != 0 and rebuilds_all(one.candidate.base):
             return "unswapped"
         if one.next_bound in {"beside", "unswapped", "pipeline"}:
-            return "layers"
-        if layout.pp == layout.subsequences == layout.metp == 1 and one.next_bound == "layers" and not self._front:
-            return "" if policy.alpha is not None else "fitting" if policy.swaps_some else "alone"
+            return self._of_few(one.candidate)
+        if one.next_bound == "layers" and self._is_plain(layout):
+            return "fitting" if policy.swaps_some else ""
         if layout.pp == 1 or layout.subsequences > 1:
             return ""
         ranges: tuple[NextBound, ...] = ("wide", "narrow") if self._front else ("wide", "alone")
@@ -269,6 +273,18 @@ class CandidateBounds:
             ranges = () if self._front else ("alone",)
         order: tuple[NextBound, ...] = ("layers", "passes", *ranges, "memory", "")
         return order[order.index(one.next_bound) + 1]
+
+    def _is_plain(self, layout: Layout) -> bool:
+        """Return whether plans on a layout are soon lowered, and only their time matters."""
+        return layout.pp == layout.subsequences == layout.metp == 1 and not self._front
+
+    def _of_few(self, candidate: Candidate) -> NextBound:
+        """Return the first bounds that are from a few of the plan's layers.
+
+        More swapped tokens of a token-wise plan copy more and compute less, so its alphas are not bound at once.
+        """
+        open_alpha = candidate.policy.alpha is None and not candidate.policy.swaps_some
+        return "halved" if open_alpha and self._is_plain(candidate.base.layout) else "layers"
 
     def _step_s(self, one: Bounded) -> float:
         """Return the next lower bound of a candidate's step seconds, where that tells nothing of memory."""
@@ -353,6 +369,43 @@ class CandidateBounds:
             device_bytes=min(bound.device_bytes for bound in may_fit),
             host_bytes_per_node=min(bound.host_bytes_per_node for bound in may_fit),
         )
+
+    def _halved(self, one: Bounded, bound: LowerBound, limit_s: float) -> Bounded:
+        """Return a candidate with the bound of its fastest range of alphas, or alpha, once that is ``FARTHER``."""
+        target_s = min(limit_s, bound.step_s * FARTHER)
+        higher = _higher(self._of_halved(one.candidate, target_s), bound)
+        short = self.of_plans.shortfall_bytes(higher)
+        again = bound.step_s < higher.step_s < limit_s and higher.step_s >= target_s and not short
+        return Bounded(one.candidate, higher, short, "halved" if again else "")
+
+    def _of_halved(self, candidate: Candidate, enough_s: float) -> LowerBound:
+        """Return what no alpha is below; of time, from ranges of which the fastest is halved until it needs enough."""
+        bounds, steps = self.of_plans, self._steps(candidate)
+        if steps is None:
+            return bounds.of(candidate.base)
+        grid, low, most = steps
+        bound = bounds.between(grid.at(low), grid.at(most))
+        if bounds.shortfall_bytes(bound):
+            return bound
+        waiting: list[tuple[float, int, int]] = []
+
+        def add(first: int, last: int) -> None:
+            heappush(waiting, (bounds.step_s_between(grid.at(first), grid.at(last)), first, last))
+
+        if most == grid.steps:  # at both ends, row blocks are whole: waits between are not those of the ends
+            add(most, most)
+            add(low, low)
+            low, most = min(low + 1, most - 1), most - 1
+        if low <= most:
+            add(low, most)
+        while True:
+            step_s, first, last = waiting[0]
+            if first == last or step_s >= enough_s:
+                return replace(bound, step_s=step_s)
+            heappop(waiting)
+            middle = (first + last) // 2
+            add(first, middle)
+            add(middle if last - first > 1 else last, last)
 
     def _holds_too_much(self, decisions: Decisions) -> bool:
         """Return whether what a plan keeps on the device is known to be too much, without a lowering."""

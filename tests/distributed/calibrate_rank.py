@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from memo_exec.commands.calibrate import calibrate
+from memo_exec.interpreter import lanes
 from memo_exec.probes import collectives, memory
 from memo_exec.probes import grid as grids
 from memo_sim.contract import codec
@@ -38,11 +39,14 @@ QUICK = replace(
 )
 CACHE_BYTES = 2**20
 """Repeats have to outgrow the cache, which has hundreds of MiB on some machines."""
+CORES = 4
+"""Cores to divide between the ranks, of which each leaves one to its copies: one thread for operators is left."""
 DIED = 9
 
 
 def main(output: str, dies: str = "") -> None:
     memory.cache_bytes = lambda device: CACHE_BYTES
+    lanes.available_cores = lambda: CORES
     if dies == os.environ["RANK"]:
         call = collectives.call_of
 

@@ -58,6 +58,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Hardware:
 @LINUX_ONLY
 def test_every_kind_has_a_curve(profile: Hardware) -> None:
     assert profile.devices == 2
+    assert profile.provenance["compute_threads"] == "1"  # as each of two ranks has in a run on four cores
     assert {(table.kind, table.ranks) for table in profile.collectives} == {(kind, 2) for kind in collectives.KINDS}
     for table in profile.collectives:
         assert set(table.bus_bytes_per_s.x) <= set(QUICK.message_bytes)

@@ -200,7 +200,7 @@ def with_capacity(name: str = "mixtral", **fields: Any) -> Decisions:
     """Return decisions whose ranks can send a quarter of their rows to each rank, where some have more for one."""
     model = msgspec.structs.replace(EXPERT_MODELS[name], layers=1)
     sizes: dict[str, Any] = {"seq_tokens": 64, "micro_batch": 1, "global_batch": 2, "expert_capacity": 0.5} | fields
-    return decide(model, layout=Layout(dp=2, ep=2), **sizes)
+    return decide(model, **({"layout": Layout(dp=2, ep=2)} | sizes))
 
 
 def overflowing(member: Member, decisions: Decisions) -> tuple[bool, list[int], float, Gradients]:
@@ -225,8 +225,9 @@ def overflowing(member: Member, decisions: Decisions) -> tuple[bool, list[int], 
         ("gpt-oss", {}),
         ("mixtral", ROWWISE | {"seq_tokens": 512}),
         pytest.param("gpt-oss", ROWWISE | {"seq_tokens": 512}, marks=pytest.mark.slow),
+        ("mixtral", {"layout": Layout(dp=2, ep=2, subsequences=2), "seq_tokens": 640}),
     ],
-    ids=["mixtral", "gpt-oss", "mixtral in row blocks", "gpt-oss in row blocks"],
+    ids=["mixtral", "gpt-oss", "mixtral in row blocks", "gpt-oss in row blocks", "mixtral in subsequences"],
 )
 def test_rows_beyond_the_capacity_count_as_zero_and_are_counted(team: Team, name: str, fields: dict[str, Any]) -> None:
     """A token loses all of that expert: of GPT-OSS also the bias of its second product."""

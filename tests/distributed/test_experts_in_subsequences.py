@@ -78,6 +78,19 @@ CASES: dict[str, tuple[str, Layout, dict[str, Any]]] = {
     ),
     "ep, whole experts, zero 3": ("mixtral", Layout(tp=2, dp=2, ep=4, zero=3, subsequences=2, **WHOLE), FULL | OVERLAP),
 }
+CASES |= {
+    "adapters": (
+        "mixtral",
+        Layout(dp=2, ep=2, subsequences=2),
+        TOKENWISE | {"adapters": "r=4,alpha=8,targets=q+k+v+proj", "swaps": True},
+    ),
+    "caching": ("qwen3-moe", Layout(pp=2, subsequences=3), FULL | {"memory_policy": "caching"}),
+    "several sequences, ep": (
+        "deepseek",
+        Layout(pp=2, dp=2, ep=2, subsequences=2),
+        TOKENWISE | {"micro_batch": 2, "global_batch": 8, "swaps": True},
+    ),
+}
 QUICK = {"tokenwise", "full", "ep and stages", "ep, whole experts"}
 
 
@@ -123,8 +136,10 @@ def test_gradients_are_those_of_whole_sequences(team: Team, case: str) -> None:
 
 def with_losses(name: str, **changes: float) -> Model:
     """Return a small model whose router has losses."""
-    of = msgspec.structs.replace(EXPERT_MODELS[name].mixture or Experts(count=1, per_token=1, hidden=1), **changes)
-    return msgspec.structs.replace(EXPERT_MODELS[name], experts=of)
+    model = EXPERT_MODELS[name]
+    of = msgspec.structs.replace(model.mixture or Experts(count=1, per_token=1, hidden=1), **changes)
+    shapes = [model.layer(number) for number in range(model.layers)]
+    return model.of_layers([msgspec.structs.replace(each, experts=of if each.experts else None) for each in shapes])
 
 
 LOSSES: dict[str, tuple[str, Layout, dict[str, Any]]] = {
@@ -133,6 +148,7 @@ LOSSES: dict[str, tuple[str, Layout, dict[str, Any]]] = {
     "stages, in a window": ("gpt-oss", Layout(pp=2, subsequences=3), KEEP | WINDOW | {"swaps": True}),
     "row blocks": ("mixtral", Layout(pp=2, subsequences=2), ROWWISE),
     "tp": ("mixtral", Layout(tp=2, sequence_parallel=True, pp=2, subsequences=3), FULL),
+    "ep": ("first layer dense", Layout(pp=2, dp=2, ep=2, subsequences=3), TOKENWISE | {"swaps": True}),
 }
 
 

@@ -20,6 +20,7 @@ import torch
 
 from memo_exec.commands import calibrate as commands
 from memo_exec.commands.calibrate import _operators, calibrate
+from memo_exec.interpreter import lanes as lane_module
 from memo_exec.interpreter.lanes import HostTimekeeper
 from memo_exec.kernels import IN_TRITON, KERNELS
 from memo_exec.machine.machine import this_machine
@@ -398,6 +399,16 @@ def test_on_cuda_the_next_call_is_issued_before_the_last_is_waited_for(monkeypat
     found = back_to_back(call, device, lambda: len(calls) >= 3)
     assert calls == [0, 1, 2]
     assert found == [pytest.approx(ms / 1e3) for ms in (1.0, 3.0, 5.0)]
+
+
+@pytest.mark.parametrize(("sharing", "threads"), [(1, 8), (2, 3), (4, 1)])
+def test_operators_get_the_threads_that_a_run_of_as_many_ranks_has(
+    monkeypatch: pytest.MonkeyPatch, sharing: int, threads: int
+) -> None:
+    monkeypatch.setattr(lane_module, "available_cores", lambda: 9)
+    with Lanes(torch.device("cpu"), grids.middle(FEW, "torch-flash-cpu"), 2**20, sharing=sharing) as lanes:
+        assert lanes.inside(Lane.COMPUTE, torch.get_num_threads) == threads
+        assert lanes.inside(Lane.D2H, torch.get_num_threads) == 1
 
 
 def test_a_failing_lane_does_not_block_the_others() -> None:

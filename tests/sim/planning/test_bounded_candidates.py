@@ -17,7 +17,7 @@ from memo_sim.planning.bounded_candidates import Bounded, CandidateBounds, NextB
 from memo_sim.planning.lower_bounds import LowerBound
 from memo_sim.planning.presets import PARTIAL_SWAP, TOKENWISE
 from memo_sim.planning.question import Pins, Question, with_memory
-from memo_sim.planning.space import candidates
+from memo_sim.planning.space import Space, candidates
 
 ROOM, MIB = 2**50, 2**20
 
@@ -40,6 +40,40 @@ def test_the_fastest_range_of_alphas_does_not_give_the_bytes_of_all() -> None:
         assert found.step_s <= each.step_s
         assert found.device_bytes <= each.device_bytes
         assert found.host_bytes_per_node <= each.host_bytes_per_node
+
+
+@pytest.mark.parametrize(
+    ("layout", "host_gib"),
+    [
+        (Layout(ulysses=4, dp=2, zero=3), 2**20),
+        (Layout(ulysses=4, dp=2, zero=1), 100),
+        pytest.param(Layout(tp=2, sequence_parallel=True, cp=4), 2**20, marks=pytest.mark.slow),
+        pytest.param(Layout(cp=8, zero=1), 60, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_halved_ranges_of_alpha_are_close_below_the_fastest(layout: Layout, host_gib: int) -> None:
+    cluster, hardware = with_memory(*load_cluster("h100-1x8"), device_bytes=ROOM, host_bytes=host_gib << 30)
+    model = msgspec.structs.replace(load_model("llama3-8b"), layers=12)
+    question = Question(model, cluster, hardware, 1 << 15, global_batch=2 * layout.dp, system="every-layout")
+    bounds = CandidateBounds(question, front=False)
+    (one,) = (c for c in Space(question).of(layout) if c.policy == TOKENWISE and not c.policy.attention_chunks)
+    grid = Grid.of(one.base)
+    played = [simulate(grid.at(step), hardware, cluster).prediction for step in range(grid.steps)]
+    best_s = min(each.step_s for each in played if each.step_s is not None)
+    at, found = Bounded(one, bounds.of_plans.memory(one.base, any_alpha=True), 0, "halved"), list[float]()
+    while at.next_bound:
+        at = bounds.tightened(at, inf)
+        assert at.bound is not None
+        found.append(at.bound.step_s)
+    assert 0.9 * best_s < found[-1] <= best_s
+    assert found == sorted(found)
+    assert at.bound is not None
+    assert at.bound.device_bytes <= min(each.peak_device_bytes for each in played)
+    enough = bounds.tightened(Bounded(one, LowerBound(0.0, 0, 0), 0, "halved"), 0.5 * best_s)
+    assert enough.bound is not None
+    assert 0.5 * best_s <= enough.bound.step_s < found[-1]  # no range is halved where the bound is enough
+    assert not enough.next_bound
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble"])
