@@ -64,7 +64,7 @@ def _open_layouts(question: Question) -> list[LeftOut]:
         found.append(LeftOut(what=" and ".join(f"zero {level}" for level in _ZERO_IN_NO_SEARCH), option="--zero"))
     if puts_off_cp(question):
         found.append(LeftOut(what="cp beside subsequences, unless no plan with Ulysses fits", option="--cp"))
-    if pins.subsequences is None and _alike(question):
+    if pins.subsequences is None and question.documents is None:
         found.append(LeftOut(what="subsequences", option="--subsequences auto"))
     return found
 
@@ -110,13 +110,6 @@ def _of_other_systems(question: Question) -> list[LeftOut]:
         options = ", ".join(f"{KNOBS[name].option} N" for name in pinnable)
         found.append(LeftOut(what=", ".join(f"{name} above 1" for name in pinnable), option=options))
     return [*found, LeftOut(what=f"plans that {question.system} does not have", option=f"--system {DEFAULT_SYSTEM}")]
-
-
-def _alike(question: Question) -> bool:
-    """Return whether subsequences may be asked for: layers are alike, and sequences not packed (``RULES``)."""
-    model = question.model
-    alike = model.mixture is None and model.latent is None and len(model.layer_shapes) == 1
-    return alike and question.documents is None
 
 
 def _takes_metp(question: Question) -> bool:

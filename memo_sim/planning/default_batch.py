@@ -7,8 +7,11 @@ twice, whole or but for attention, do not count where others can fit: replicas t
 Nor do METP's layouts where others can fit, if both are searched: METP is chosen for length, not for more replicas. The
 memory that it saves is paid for by smaller products and messages, and by what backward builds again.
 
+A search of every layout takes the batch of ``any`` where that may have a plan: ZeRO 3, which makes room for more
+replicas, and pipeline stages do not count. So both answer the same question, and the step they find can be compared.
+
     llama3-8b, 8k tokens, eight H100      dp 8 fits                          8 sequences
-    gpt-7b, 1m tokens, eight A800         dp 2 fits, with ZeRO 3             2 sequences
+    gpt-7b, 1m tokens, eight A800         two replicas do not fit            1 sequence
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import msgspec
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.knobs import MOST_SEQUENCES
 from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.contract.systems import DEFAULT_SYSTEM, NARROWER
 from memo_sim.planning.blocks import loss_chunk
 from memo_sim.planning.layouts import layouts, searches_metp_beside_others
 from memo_sim.planning.lower_bounds import LowerBounds
@@ -48,6 +52,25 @@ def _filled(question: Question) -> Question:
     if question.preset.solver and question.pins.dp is None:
         rule = "not given: one micro-batch, as in SPPO's solver"
         return replace(question, global_batch=question.micro_batch, batch_rule=rule)
+    chosen = _largest_of_narrower(question) or _largest(question)
+    if chosen is not None:
+        return _with(question, chosen, "the largest that may fit")
+    least = min(layouts(question), key=lambda layout: _sequences(question, layout))
+    return _with(question, least, "the smallest, as none may fit")
+
+
+def _largest_of_narrower(question: Question) -> Layout | None:
+    """Return the layout of ``any`` with most sequences that may fit; None without one, or under another system."""
+    if question.system != DEFAULT_SYSTEM:
+        return None
+    try:
+        return _largest(replace(question, system=NARROWER))
+    except UsageError:
+        return None
+
+
+def _largest(question: Question) -> Layout | None:
+    """Return the layout with most sequences that may fit; None where there is none."""
     found = sorted(layouts(question), key=lambda layout: _sequences(question, layout), reverse=True)
     bounds = LowerBounds(question.hardware, question.cluster)
     tried = policies(question)
@@ -57,9 +80,8 @@ def _filled(question: Question) -> Question:
         for chosen in (tuple(p for p in tried if p.recompute not in ("full", ROWWISE)), tried):
             for layout in counted:
                 if _can_fit(question, bounds, layout, chosen):
-                    return _with(question, layout, "the largest that may fit")
-    least = min(found, key=lambda layout: _sequences(question, layout))
-    return _with(question, least, "the smallest, as none may fit")
+                    return layout
+    return None
 
 
 def with_one_sequence(question: Question) -> Question:

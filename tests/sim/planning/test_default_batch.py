@@ -75,6 +75,21 @@ def test_metp_counts_where_no_other_layout_can_fit(tokens: int) -> None:
     assert rule("every-layout") == rule("metp") != rule("every-layout", metp=1)
 
 
+@pytest.mark.parametrize(
+    ("model", "cluster", "seq_tokens"),
+    [("gpt-7b", "a800-1x8", 1 << 20), ("llama3-8b", "h100-1x8", 32 << 10), ("llama3-70b", "b200-2x8", 1 << 20)],
+)
+def test_every_layout_is_asked_for_as_many_sequences_as_any(model: str, cluster: str, seq_tokens: int) -> None:
+    narrow, wide = (with_filling_batch(asked(model, cluster, seq_tokens, system=s)) for s in ("any", "every-layout"))
+    assert (wide.global_batch, wide.batch_rule) == (narrow.global_batch, narrow.batch_rule)
+
+
+def test_more_sequences_are_asked_for_where_zero_3_is_named() -> None:
+    wide = asked("gpt-7b", "a800-1x8", 1 << 20, system="every-layout")
+    pinned = replace(wide, pins=Pins(zero=3))
+    assert [with_filling_batch(each).global_batch for each in (wide, pinned)] == [1, 2]
+
+
 def test_the_longest_sequence_is_asked_for_one() -> None:
     question = asked("gpt-7b", "a800-1x8", 64 << 10)
     assert with_one_sequence(question).global_batch == 1
