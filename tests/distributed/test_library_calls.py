@@ -73,6 +73,18 @@ LARGE: dict[str, tuple[Layout, dict[str, Any], str, int]] = {
         "all_to_all",
         3,
     ),
+    "multiplexed rows gathered": (
+        Layout(pp=2, tp=2, sequence_parallel=True, subsequences=3, multiplexed=True),
+        {
+            "seq_tokens": 3072,
+            "micro_batch": 1,
+            "recompute": "none",
+            "swapped_tokens": 768,
+            "subsequence_swapped_tokens": (256, 256, 256),
+        },
+        "all_gather",
+        2,
+    ),
 }
 
 

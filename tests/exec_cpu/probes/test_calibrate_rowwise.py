@@ -38,7 +38,7 @@ def with_triton(monkeypatch: pytest.MonkeyPatch) -> Hardware:
         return Sample(work.moved_bytes / (1e9 * times), 0.1)
 
     monkeypatch.setattr(Bench, "seconds", seconds)
-    monkeypatch.setattr(in_step, "measure", lambda *given: InStep(Sample(0.0, 0.0), 0.0))
+    monkeypatch.setattr(in_step, "measure", lambda *given, **named: InStep(Sample(0.0, 0.0), 0.0))
     monkeypatch.setattr(memory, "cache_bytes", lambda device: 2**20)
     monkeypatch.setattr(usables, "rowwise_kernels", lambda machine: {"torch": "", "triton": ""})
     monkeypatch.setattr(usables, "tried_rowwise_kernels", lambda machine: {"torch": "", "triton": ""})

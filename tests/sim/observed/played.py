@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 
 from memo_sim.contract.hardware import Hardware
+from memo_sim.costs.collective import CollectiveTimes
 from memo_sim.engine.simulate import Simulation
 from memo_sim.observed.rowwise_operators import OWN_KINDS
 from memo_sim.program.ir.instruction import Instruction
@@ -82,7 +84,7 @@ def _record(
             stream = 20 if work.direction == "d2h" else 21
             trace.next("aten::copy_", name, runs, cat="gpu_memcpy", stream=stream, bytes=work.bytes)
         case Collective():
-            _collective(trace, work, runs)
+            _collective(trace, simulation, hardware, work, runs)
         case Rowwise():
             pieces = list(_kernels(work, simulation, hardware))
             total = sum(share for *_, share in pieces)
@@ -95,7 +97,21 @@ def _record(
             trace.next("custom::other", "other", runs)
 
 
-def _collective(trace: Trace, work: Collective, runs: tuple[float, float]) -> None:
+def _collective(
+    trace: Trace, simulation: Simulation, hardware: Hardware, work: Collective, runs: tuple[float, float]
+) -> None:
+    """Record a kernel for each call of the library, with its share of the time."""
+    calls = [replace(work, kind=kind, bytes=size, calls=()) for kind, size in work.calls] or [work]
+    times = CollectiveTimes(hardware, simulation.cluster, simulation.decisions.layout)
+    seconds = [times.seconds(call, set()) for call in calls]
+    now, end = runs
+    for call, share in zip(calls, seconds, strict=True):
+        after = now + (end - runs[0]) * share / sum(seconds)
+        _call(trace, call, (now, after))
+        now = after
+
+
+def _call(trace: Trace, work: Collective, runs: tuple[float, float]) -> None:
     whole = work.bytes // 2
     part = whole // work.ranks
     gathers = work.kind == "all_gather"

@@ -80,8 +80,9 @@ def test_each_technique_has_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (keep.y or 0) >= (lagging.y or 0) > 1.01 * (full.y or 0)
     assert re.search(r"copies span at most [248] passes", lagging.note)
     assert "copies span" not in full.note
-    # Inside a node, rows reach idle stages before the pipeline does.
-    assert (multiplexed.y or 0) > 1.03 * (aware.y or 0)
+    # Inside a node, rows reach idle stages before the pipeline does. A part of the gain goes into calls of collectives:
+    # rows of a stage and rows of a helper are gathered one after the other.
+    assert (multiplexed.y or 0) > 1.02 * (aware.y or 0)
     assert "n4+mx" in multiplexed.note
 
 
