@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -248,7 +247,18 @@ def _submit(thread: _CopyThread | None, into: Tensor, source: Tensor, after: Seq
     if thread is None:
         _copy(into, source, after)
         return PASSED
-    return thread.run(partial(_copy, into, source, after), source.nbytes, after)
+    return thread.run(_Copy(into, source, after), source.nbytes, after)
+
+
+class _Copy:
+    """A copy that has let go of its tensors when it counts as done: who waits for it finds no original alive by it."""
+
+    def __init__(self, into: Tensor, source: Tensor, after: Sequence[Mark]) -> None:
+        self._given = [(into, source, after)]
+
+    def __call__(self) -> None:
+        """Copy, once."""
+        _copy(*self._given.pop())
 
 
 def _copy(into: Tensor, source: Tensor, after: Sequence[Mark]) -> None:
