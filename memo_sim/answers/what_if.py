@@ -25,10 +25,10 @@ from memo_sim.contract.result import Result
 from memo_sim.contract.summary import Summary
 from memo_sim.contract.systems import DEFAULT_SYSTEM, OPEN
 from memo_sim.engine.simulate import Simulation
-from memo_sim.planning.arena import Arena, PlacedBeside, arena_of
+from memo_sim.planning.arena import Arena, arena_of
 from memo_sim.planning.kernels_elsewhere import kernels_elsewhere
 from memo_sim.planning.layouts import cuts_sequences, layouts
-from memo_sim.planning.micro_batches import are_searched, with_larger_micro_batches
+from memo_sim.planning.micro_batches import with_larger_micro_batches
 from memo_sim.planning.presets import Policy
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import MOST_LAYOUTS_AT_ONCE, Evaluated, SearchResult, play, search
@@ -167,9 +167,8 @@ def what_if(
     """
     exact = exact_ranks(question, top)
     found = search(question, keep=exact, siblings=True, front=pareto, progress=progress)
-    placed = PlacedBeside(question, found) if are_searched(question) else None
     found = with_larger_micro_batches(question, found)
-    simulation, arena = _best_that_fits(question, found, placed)
+    simulation, arena = _best_that_fits(question, found)
     best, beyond = found.best, list[str]()
     if exact < min(top, len(found.ranked)):
         beyond.append(
@@ -316,15 +315,13 @@ def _certainty(question: Question, best: Simulation | None, interval: StepInterv
     return [f"{NO_INTERVAL}{without_interval(setting, shipped_spread())}."]
 
 
-def _best_that_fits(
-    question: Question, found: SearchResult, placed: PlacedBeside | None = None
-) -> tuple[Simulation | None, Arena | None]:
+def _best_that_fits(question: Question, found: SearchResult) -> tuple[Simulation | None, Arena | None]:
     """Play and place the best plan. If its arena does not fit, mark the plan so and continue with the next one."""
     while best := found.best:
         simulation = play(question, best.decisions, found)
         if best.decisions.memory_policy != "planned":
             return simulation, None
-        arena = arena_of(simulation, placed.of(best.decisions) if placed else None)
+        arena = arena_of(simulation)
         at = found.ranked.index(best)
         found.ranked[at] = replace(best, prediction=arena.prediction)
         if arena.prediction.status == "ok":
@@ -347,7 +344,7 @@ def price(plan: Plan, question: Question, *, price_per_device_hour: float | None
     played = play(question, plan.decisions)
     only = Evaluated(Policy.of(plan.decisions), plan.decisions, played.prediction)
     found = SearchResult(ranked=[only], evaluated=1, pruned=0, fastest=played)
-    simulation, arena = _best_that_fits(question, found, None)
+    simulation, arena = _best_that_fits(question, found)
     line = row(plan.decisions, found.ranked[0].prediction, system="plan")
     # A plan of an earlier version does not say which framework it was made for. In planned memory that does not matter.
     named = plan.decisions.memory_policy == "planned" or question.system not in OPEN

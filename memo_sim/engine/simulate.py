@@ -92,23 +92,15 @@ def simulate(
     return simulation.predicted() if predict else simulation
 
 
-def memory_alone(
-    decisions: Decisions,
-    hardware: Hardware,
-    cluster: Cluster,
-    *,
-    micro_batches_played: int | None = None,
-    loop: Loop = run,
-) -> Simulation:
+def memory_alone(decisions: Decisions, hardware: Hardware, cluster: Cluster, *, loop: Loop = run) -> Simulation:
     """Return ``decisions`` simulated as far as its memory shows; nothing is priced or played.
 
     Of a plan that fits, only the memory is known until ``simulate`` goes on with it; ``loop`` then plays it.
-    ``micro_batches_played``: see ``simulate``.
 
     Raises:
         Infeasible: see ``simulate``.
     """
-    return _begin(decisions, hardware, cluster, micro_batches_played=micro_batches_played, loop=loop, plays=False)
+    return _begin(decisions, hardware, cluster, loop=loop, plays=False)
 
 
 def _begin(

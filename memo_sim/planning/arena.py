@@ -6,23 +6,16 @@ whose placement passed the checker.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
-from memo_sim.contract.cluster import Cluster
-from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.contract.requests import Requests
 from memo_sim.contract.units import format_bytes
-from memo_sim.engine.simulate import Simulation, memory_alone
+from memo_sim.engine.simulate import Simulation
 from memo_sim.memory.place import place
-from memo_sim.planning.outcome import SearchResult
-from memo_sim.planning.processes import Apart, current_team
-from memo_sim.planning.question import Question
 from memo_sim.program.arena.first_fit import arena_bytes, offsets_of
 from memo_sim.program.arena.requests import arena_requests
 from memo_sim.program.ir.instruction import BufferClass
@@ -54,23 +47,17 @@ class Arena:
     whole: bool
 
 
-@dataclass(frozen=True)
-class Placed:
-    """A plan's placement, as in ``Arena``, and the bytes of its largest arena."""
-
-    placement: Placement
-    arena_bytes: int
-    whole: bool
-
-
-def arena_of(simulation: Simulation, placed: Placed | None = None) -> Arena:
-    """Return the arena of a plan whose live bytes fit; its prediction is gpu_oom when the arena does not fit.
-
-    ``placed``: what ``placed_of`` returns of the plan, if it is known.
-    """
-    placed = placed or placed_of(simulation)
-    size, prediction = placed.arena_bytes, simulation.prediction
-    prediction = msgspec.structs.replace(prediction, peak_device_bytes=size)
+def arena_of(simulation: Simulation) -> Arena:
+    """Return the arena of a plan whose live bytes fit; its prediction is gpu_oom when the arena does not fit."""
+    whole = sum(program.instruction_count for program in simulation.full_programs) <= MOST_INSTRUCTIONS
+    program = simulation.full_program if whole else simulation.fullest.program
+    placement = _placed(arena_requests(program, simulation.decisions), stages=len(simulation.stages))
+    size = placement.arena_bytes
+    if whole and len(simulation.stages) > 1:
+        placement, size = _of_stages(simulation, placement)
+    beyond = simulation.decisions.micro_batches - program.micro_batches
+    size += beyond * _input_bytes(program, placement.alignment_bytes)
+    prediction = msgspec.structs.replace(simulation.prediction, peak_device_bytes=size)
     memory = simulation.memory
     missing = size + memory.reserve_bytes - memory.device_capacity_bytes
     if missing > 0:
@@ -86,49 +73,7 @@ def arena_of(simulation: Simulation, placed: Placed | None = None) -> Arena:
             reason=f"the planned arena of {format_bytes(size)} and the reserve of {format_bytes(memory.reserve_bytes)} "
             f"do not fit, although the live bytes of {format_bytes(memory.device.bytes)} would",
         )
-    return Arena(placed.placement, prediction, placed.whole)
-
-
-def placed_of(simulation: Simulation) -> Placed:
-    """Return the placement of a plan; only the simulation's memory is needed."""
-    whole = sum(program.instruction_count for program in simulation.full_programs) <= MOST_INSTRUCTIONS
-    program = simulation.full_program if whole else simulation.fullest.program
-    placement = _placed(arena_requests(program, simulation.decisions), stages=len(simulation.stages))
-    size = placement.arena_bytes
-    if whole and len(simulation.stages) > 1:
-        placement, size = _of_stages(simulation, placement)
-    beyond = simulation.decisions.micro_batches - program.micro_batches
-    size += beyond * _input_bytes(program, placement.alignment_bytes)
-    return Placed(placement, size, whole)
-
-
-def place_plan(
-    _: dict[str, Any], decisions: Decisions, hardware: Hardware, cluster: Cluster, micro_batches: int
-) -> Iterator[Placed]:
-    """Place a plan of which ``micro_batches`` were played, in another process."""
-    yield placed_of(memory_alone(decisions, hardware, cluster, micro_batches_played=micro_batches))
-
-
-class PlacedBeside:
-    """The placement of a search's best plan, which another process makes while this one does something else."""
-
-    def __init__(self, question: Question, found: SearchResult) -> None:
-        """Nothing is placed where the best plan was not played here, or where no process has been started."""
-        team, best, played = current_team(), found.best, found.fastest
-        self._asked: tuple[Decisions, Apart] | None = None
-        if team is None or best is None or played is None or played.decisions != best.decisions:
-            return
-        if best.decisions.memory_policy == "planned":
-            micro_batches = played.stages[0].program.micro_batches
-            asked = team.apart(place_plan, best.decisions, question.hardware, question.cluster, micro_batches)
-            self._asked = (best.decisions, asked) if asked is not None else None
-
-    def of(self, decisions: Decisions) -> Placed | None:
-        """Return the placement of a plan; None where it is another plan's, or where no process has begun with it."""
-        if self._asked is None or self._asked[0] != decisions:
-            return None
-        found: Placed | None = self._asked[1].result()
-        return found
+    return Arena(placement, prediction, whole)
 
 
 def _placed(requests: Requests, *, stages: int) -> Placement:

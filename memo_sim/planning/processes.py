@@ -119,31 +119,6 @@ class Helper:
         return Message(name, kind, part)
 
 
-class Apart:
-    """A task that a process has beside those of a search."""
-
-    def __init__(self, team: Team, helper: Helper, name: int) -> None:
-        self._team, self._helper, self._name = team, helper, name
-        self._found: Any = None
-        self._ended = False
-
-    def note(self, message: Message) -> None:
-        """Keep what has come from the process about this task."""
-        if message.kind is not Kind.ENDED:
-            self._found = message.part
-        self._ended = message.kind is not Kind.PART
-
-    def result(self) -> Any:
-        """Return what the task has yielded; None where it failed, or where the process has not begun it."""
-        if self._name in self._helper.tasks and self._helper.tasks[0] != self._name:
-            self._helper.drop(self._name)
-            self._ended = True
-        while not self._ended:
-            for _ in self._team.messages(block=True):
-                pass  # of searches that have ended
-        return self._found
-
-
 class Team:
     """The processes that work beside this one."""
 
@@ -154,7 +129,6 @@ class Team:
         self._waits = waits
         self._helpers: list[Helper] | None = None
         self._names = count()
-        self._apart: dict[int, Apart] = {}
 
     def helpers(self, module: str, kept: dict[str, Any]) -> list[Helper]:
         """Return the processes that are alive; the first call starts them, unless they wait for ``hurry``.
@@ -174,30 +148,11 @@ class Team:
         """Let the processes start when they first can be used: there is work for all of them."""
         self._waits = False
 
-    def apart(self, task: Task, *arguments: object) -> Apart | None:
-        """Give a task to a process beside those of searches; None where none has been started."""
-        helper = min(self._helpers or [], key=lambda one: len(one.tasks), default=None)
-        name = self.next_name()
-        if helper is None or not helper.give(name, task, *arguments):
-            return None
-        self._apart[name] = made = Apart(self, helper, name)
-        return made
-
     def next_name(self) -> int:
         """Return a name that no task has had."""
         return next(self._names)
 
     def messages(self, *, block: bool) -> Iterator[Message]:
-        """Yield what has come for searches; with ``block``, wait for the next message where none has."""
-        for message in self._arrived(block=block):
-            if (apart := self._apart.get(message.name)) is None:
-                yield message
-                continue
-            apart.note(message)
-            if message.kind is not Kind.PART:
-                del self._apart[message.name]
-
-    def _arrived(self, *, block: bool) -> Iterator[Message]:
         """Yield what has come; with ``block``, wait for the next message where none has."""
         helpers = self._helpers or []
         ready = wait([one.connection for one in helpers], None if block else 0)

@@ -18,8 +18,7 @@ from memo_sim.contract.requests import Requests
 from memo_sim.contract.trace import Trace
 from memo_sim.memory.place import place
 from memo_sim.planning import arena as arenas
-from memo_sim.planning.arena import PlacedBeside, arena_of, placed_of
-from memo_sim.planning.processes import current_team, processes
+from memo_sim.planning.arena import arena_of
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import play, search
 from memo_sim.program.arena.check_placement import check_placement
@@ -51,23 +50,6 @@ def test_the_predicted_peak_is_the_arenas() -> None:
     assert pinned == placement
     assert plan.prediction is not None
     assert plan.prediction.peak_device_bytes == placement.arena_bytes
-
-
-def test_another_process_places_the_best_plan_the_same() -> None:
-    asked = question(pins=Pins())
-    with processes(2, forks=True):
-        found, team = search(asked), current_team()
-        assert found.best is not None
-        assert team is not None
-        while any(helper.tasks for helper in team.helpers(__name__, {})):  # it has begun with other candidates
-            list(team.messages(block=True))
-        placed = PlacedBeside(asked, found)
-        simulation = play(asked, found.best.decisions, found)
-        other = msgspec.structs.replace(found.best.decisions, micro_batch=7)
-        assert placed.of(other) is None
-        assert placed.of(found.best.decisions) == placed_of(simulation)
-    assert PlacedBeside(asked, found).of(found.best.decisions) is None  # there is no other process
-    assert arena_of(simulation, placed_of(simulation)) == arena_of(simulation)
 
 
 def executed(stages: Sequence[Program], decisions: Decisions, placed: Placement) -> list[int]:

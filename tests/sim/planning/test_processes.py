@@ -112,31 +112,6 @@ def test_a_task_that_has_not_begun_can_be_taken_back_and_the_end_waits_for_none(
         os.kill(process, 0)
 
 
-def test_a_task_beside_those_of_a_search(tmp_path: Path) -> None:
-    team, now = Team(1), tmp_path / "now"
-    assert team.apart(counts_up, 0) is None  # no process has been started
-    (helper,) = team.helpers(__name__, {})
-    try:
-        counted = team.apart(counts_up, 3)
-        assert counted is not None
-        assert counted.result() == 2  # the last part
-        failing = team.apart(fails)
-        assert failing is not None
-        assert failing.result() is None
-        assert helper.give(name := team.next_name(), counts_up, 0)
-        dying, late = team.apart(dies, now), team.apart(sleeps)
-        assert dying is not None
-        assert late is not None
-        assert [one.name for one in received(team, until=name)] == [name, name]
-        for _ in range(2):
-            assert late.result() is None  # it has not begun: it waits for the one that dies
-        now.touch()
-        assert dying.result() is None
-        assert team.apart(counts_up, 0) is None
-    finally:
-        team.end()
-
-
 def test_a_number_of_processes_that_cannot_be() -> None:
     for jobs in (0, 65):
         with refused(UsageError, what="not a number of processes", got=str(jobs)), processes(jobs):
