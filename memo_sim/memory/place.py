@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from memo_sim.contract.errors import MemoError, UsageError, did_you_mean
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.requests import Requests
@@ -24,12 +26,17 @@ TECHNIQUES = {"portfolio": ("greedy", "canonical"), "greedy": ("greedy",), "bile
 
 
 def place(
-    requests: Requests, *, solver: str = "portfolio", time_limit_s: float = 60.0, most_nodes: int | None = None
+    requests: Requests,
+    *,
+    solver: str = "portfolio",
+    time_limit_s: float = 60.0,
+    most_nodes: int | None = None,
+    enough_bytes: int = 0,
 ) -> Placement:
     """Return a placement of ``requests``, checked; its ``solver`` says what found it.
 
     With ``most_nodes`` the portfolio searches at most so many nodes per core: equal requests get equal placements on
-    every machine, unless ``time_limit_s`` cuts in.
+    every machine, unless ``time_limit_s`` cuts in. An arena of at most ``enough_bytes`` is not improved.
 
     A solver that finds nothing better than greedy within ``time_limit_s`` seconds leaves greedy's placement, and
     ``solver`` then says greedy.
@@ -50,10 +57,11 @@ def place(
     if solver == "bilevel-mip" and (bilevel := place_bilevel(requests, clock)) is not None:
         return bilevel[0]
     problem = problem_of(requests)
+    asked = replace(problem, enough=enough_bytes // problem.unit_bytes)
     portfolio = Portfolio(TECHNIQUES.get(solver, ("greedy", solver)), most_nodes=most_nodes)
-    offsets = _place_repeated(problem, clock, portfolio)
-    if offsets is None or (problem.count <= FEW and problem.peak(offsets) > problem.lower_bound):
-        found = solve_decomposed(problem, clock, offsets, portfolio)
+    offsets = _place_repeated(asked, clock, portfolio)
+    if offsets is None or (problem.count <= FEW and problem.peak(offsets) > asked.lower_bound):
+        found = solve_decomposed(asked, clock, offsets, portfolio)
         offsets = offsets if found is None else found
     if offsets is None:
         raise MemoError("no technique placed the buffers (a bug)", got=solver)

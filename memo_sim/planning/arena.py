@@ -15,6 +15,7 @@ from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.contract.requests import Requests
 from memo_sim.contract.units import format_bytes
 from memo_sim.engine.simulate import Simulation
+from memo_sim.memory.greedy import MANY
 from memo_sim.memory.place import place
 from memo_sim.program.arena.first_fit import arena_bytes, offsets_of
 from memo_sim.program.arena.requests import arena_requests
@@ -25,6 +26,10 @@ MOST_INSTRUCTIONS = 1_000_000
 """Largest number of instructions of a step, over all pipeline stages, that is placed whole: about four seconds.
 
 Of a longer step, only the played part is placed."""
+
+NEAR = 1.005
+"""With pipeline stages, an arena of so many times the lower bound is near enough where it fits: the other orders of
+first fit take seconds for many micro-batches, and gain less than this."""
 
 MOST_NODES = 6000
 """Nodes of the exact search, per core of the problem: about half a second."""
@@ -51,14 +56,22 @@ def arena_of(simulation: Simulation) -> Arena:
     """Return the arena of a plan whose live bytes fit; its prediction is gpu_oom when the arena does not fit."""
     whole = sum(program.instruction_count for program in simulation.full_programs) <= MOST_INSTRUCTIONS
     program = simulation.full_program if whole else simulation.fullest.program
-    placement = _placed(arena_requests(program, simulation.decisions), stages=len(simulation.stages))
-    size = placement.arena_bytes
-    if whole and len(simulation.stages) > 1:
-        placement, size = _of_stages(simulation, placement)
-    beyond = simulation.decisions.micro_batches - program.micro_batches
-    size += beyond * _input_bytes(program, placement.alignment_bytes)
-    prediction = msgspec.structs.replace(simulation.prediction, peak_device_bytes=size)
     memory = simulation.memory
+    requests = arena_requests(program, simulation.decisions)
+    beyond = simulation.decisions.micro_batches - program.micro_batches
+    later_bytes = beyond * _input_bytes(program, requests.alignment_bytes)
+    if len(simulation.stages) == 1:
+        placement = _placed(requests)
+        size = placement.arena_bytes
+    else:
+        room = memory.device_capacity_bytes - memory.reserve_bytes - later_bytes
+        enough_bytes = min(int(NEAR * memory.device.bytes), room)
+        placement = _of_many_stages(requests, enough_bytes)
+        size = placement.arena_bytes
+        if whole:
+            placement, size = _of_stages(simulation, placement, enough_bytes)
+    size += later_bytes
+    prediction = msgspec.structs.replace(simulation.prediction, peak_device_bytes=size)
     missing = size + memory.reserve_bytes - memory.device_capacity_bytes
     if missing > 0:
         prediction = msgspec.structs.replace(
@@ -76,15 +89,23 @@ def arena_of(simulation: Simulation) -> Arena:
     return Arena(placement, prediction, whole)
 
 
-def _placed(requests: Requests, *, stages: int) -> Placement:
+def _placed(requests: Requests, *, solver: str = "portfolio", enough_bytes: int = 0) -> Placement:
     # The search is limited by nodes: with a time limit, equal questions could get different plans.
-    # With several stages, greedy comes near enough to the optimum, because a stage holds several micro-batches at once.
-    solver = "portfolio" if stages == 1 else "greedy"
-    placement = place(requests, solver=solver, time_limit_s=TIME_LIMIT_S, most_nodes=MOST_NODES)
+    placement = place(
+        requests, solver=solver, time_limit_s=TIME_LIMIT_S, most_nodes=MOST_NODES, enough_bytes=enough_bytes
+    )
     return msgspec.structs.replace(placement, elapsed_s=0.0)  # so that equal plans give equal files
 
 
-def _of_stages(simulation: Simulation, fullest: Placement) -> tuple[Placement, int]:
+def _of_many_stages(requests: Requests, enough_bytes: int) -> Placement:
+    """Return the placement of one of several stages; of many buffers, an arena of ``enough_bytes`` is not improved.
+
+    Greedy comes near enough to the optimum, because a stage holds several micro-batches at once.
+    """
+    return _placed(requests, solver="greedy", enough_bytes=enough_bytes if len(requests.ids) >= MANY else 0)
+
+
+def _of_stages(simulation: Simulation, fullest: Placement, enough_bytes: int) -> tuple[Placement, int]:
     """Return the placement that the plan pins, and the largest arena of any stage.
 
     The placed stage is the one with most live bytes. If first fit needs more on another stage, and placing that stage
@@ -100,7 +121,7 @@ def _of_stages(simulation: Simulation, fullest: Placement) -> tuple[Placement, i
     size, other = largest(fullest, ours), max(range(len(programs)), key=by_first_fit.__getitem__)
     if size == fullest.arena_bytes or other == ours:
         return fullest, size
-    instead = _placed(arena_requests(programs[other], decisions), stages=len(programs))
+    instead = _of_many_stages(arena_requests(programs[other], decisions), enough_bytes)
     return (instead, least) if (least := largest(instead, other)) < size else (fullest, size)
 
 

@@ -113,6 +113,39 @@ def test_the_time_limit_is_kept(solver: str) -> None:
     assert found.arena_bytes >= found.lower_bound_bytes
 
 
+def orders_tried(requests: Requests, enough_bytes: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], Placement]:
+    """Place ``requests`` by greedy; return the orders that first fit was tried in, and the placement."""
+    tried: list[str] = []
+
+    def recorded(problem: Problem, name: str) -> np.ndarray:
+        tried.append(name)
+        return order_of(problem, name)
+
+    monkeypatch.setattr(greedy, "order_of", recorded)
+    return tried, place(requests, solver="greedy", enough_bytes=enough_bytes)
+
+
+def test_an_arena_that_is_enough_is_not_improved(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = requests_of(400, 150)
+    tried, best = orders_tried(requests, 0, monkeypatch)
+    assert tried == list(greedy.ORDERS)
+    assert best.arena_bytes > best.lower_bound_bytes
+    tried, enough = orders_tried(requests, 2 * best.arena_bytes, monkeypatch)
+    assert len(tried) <= 1
+    assert best.arena_bytes < enough.arena_bytes <= 2 * best.arena_bytes
+    assert enough.lower_bound_bytes == best.lower_bound_bytes
+    tried, exact = orders_tried(requests, best.arena_bytes - 1, monkeypatch)
+    assert tried == list(greedy.ORDERS)
+    assert exact.arena_bytes == best.arena_bytes
+
+
+def test_the_fullest_instants_of_many_buffers_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(greedy, "MANY", 100)
+    tried, _ = orders_tried(requests_of(400, 150), 0, monkeypatch)
+    assert tried[0] == "breadth"
+    assert sorted(tried) == sorted(greedy.ORDERS)
+
+
 def test_too_many_buffers_are_not_searched() -> None:
     problem = problem_of(requests_of(MOST_SEARCHED * 2, 2))
     assert solve_canonical(problem, Clock(60), None) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import Decisions, Plan
 from memo_sim.contract.requests import Requests
 from memo_sim.contract.trace import Trace
+from memo_sim.engine.simulate import simulate
 from memo_sim.memory.place import place
 from memo_sim.planning import arena as arenas
 from memo_sim.planning.arena import arena_of
@@ -112,6 +114,29 @@ def test_a_step_of_many_micro_batches_takes_the_same_arena_and_writes_no_placeme
     assert played.prediction.peak_device_bytes == whole.prediction.peak_device_bytes
     plan, placement = plan_of(simulation, played, asked, created="", command="")
     assert (placement, plan.placement_sha256) == (None, "")
+
+
+@pytest.mark.parametrize("free", [0.5, 0.001])
+def test_a_large_arena_that_fits_may_be_near_the_bound(free: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The capacity is ``free`` times the live bytes beyond what the live bytes and the reserve need."""
+    monkeypatch.setattr(arenas, "MANY", 1)
+    asked: list[int] = []
+
+    def recorded(requests: Requests, *, enough_bytes: int, **options: Any) -> Placement:
+        asked.append(enough_bytes)
+        return place(requests, enough_bytes=enough_bytes, **options)
+
+    monkeypatch.setattr(arenas, "place", recorded)
+    cluster, hardware = load_cluster("a800-1x2")
+    several = question(cluster=cluster, hardware=hardware, pins=Pins(pp=2, alpha=0.5), global_batch=3)
+    best = search(several).best
+    assert best is not None
+    simulation = simulate(best.decisions, hardware, cluster)
+    memory = simulation.fullest.memory
+    capacity = int(memory.device.bytes * (1 + free)) + memory.reserve_bytes
+    simulation.fullest.memory = dataclasses.replace(memory, device_capacity_bytes=capacity)
+    arena_of(simulation)
+    assert asked[0] == min(int(arenas.NEAR * memory.device.bytes), capacity - memory.reserve_bytes)
 
 
 def test_a_plan_whose_arena_does_not_fit_is_not_feasible(monkeypatch: pytest.MonkeyPatch) -> None:
