@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 OPS: dict[Lane, Literal["d2h", "h2d"]] = {Lane.D2H: "d2h", Lane.H2D: "h2d"}
 
-MOST_COPIED_BYTES = 3 * 2**26
+MOST_COPIED_BYTES = 2**27
 """Bytes of all buffers of one lane's copies, on a CPU; both lanes copy beside a layer's operators at once."""
 
 
