@@ -34,6 +34,7 @@ from enum import Enum, auto
 from itertools import count
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from memo_sim.contract.cycles import look_seldom
@@ -46,6 +47,10 @@ MOST_UNASKED = 4
 
 Task = Callable[..., Iterator[object]]
 """A function of a module. Its first argument is a dictionary that a process keeps from one task to the next."""
+
+
+_Asked = tuple[int, Task | None, tuple[object, ...]]
+"""The name of a task, with the task and its arguments; without a task where it is taken back."""
 
 
 class Kind(Enum):
@@ -101,7 +106,7 @@ class Helper:
         self.tasks.remove(name)
         self._sent((name, None, ()))
 
-    def _sent(self, message: tuple[int, Task | None, tuple[object, ...]]) -> bool:
+    def _sent(self, message: _Asked) -> bool:
         try:
             self.connection.send(message)
         except OSError:
@@ -346,11 +351,16 @@ def _serve_forked(theirs: Connection, connection: Connection, kept: dict[str, An
 
 def _do_tasks(connection: Connection, kept: dict[str, Any]) -> None:
     """Do the tasks that come, in their order, until the connection ends."""
+    come: SimpleQueue[_Asked | None] = SimpleQueue()
+    threading.Thread(target=_receive_all, args=(connection, come), daemon=True).start()
     tasks: dict[int, tuple[Task, tuple[object, ...]]] = {}
     try:
         while True:
-            while not tasks or connection.poll():
-                name, task, arguments = connection.recv()
+            while not tasks or not come.empty() or connection.poll():
+                asked = come.get()
+                if asked is None:
+                    return
+                name, task, arguments = asked
                 if task is None:
                     tasks.pop(name, None)
                 else:
@@ -364,5 +374,17 @@ def _do_tasks(connection: Connection, kept: dict[str, Any]) -> None:
                 connection.send((name, Kind.LOST, None))
             else:
                 connection.send((name, Kind.ENDED, None))
-    except (EOFError, OSError):
+    except OSError:
         return
+
+
+def _receive_all(connection: Connection, come: SimpleQueue[_Asked | None]) -> None:
+    """Receive tasks as they are given, and None at the end.
+
+    So the process that gives a task never waits for one that waits until its own parts are read.
+    """
+    try:
+        while True:
+            come.put(connection.recv())
+    except (EOFError, OSError):
+        come.put(None)

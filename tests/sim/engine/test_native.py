@@ -66,7 +66,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def functions(folder: Path, **changed: int) -> dict[str, Any]:
-    """Return what the module holds, with some of its numbers changed as if they came from another module."""
+    """Return the names of the module; numbers among them are changed as if they came from another module."""
     path = folder / "total.py"
     found: dict[str, Any] = {}
     exec(compile(path.read_text(), path, "exec"), found)

@@ -47,6 +47,11 @@ def sleeps(here: dict[str, Any]) -> Iterator[int]:
     time.sleep(600)
 
 
+def says_much(here: dict[str, Any], heard: bytes) -> Iterator[bytes]:
+    yield heard
+    yield heard
+
+
 def is_forked(here: dict[str, Any]) -> Iterator[object]:
     yield here.get("kept"), current_team() is None, signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
@@ -90,6 +95,23 @@ def test_tasks_are_done_in_their_order_and_one_that_fails_or_dies_is_lost(
         assert list(team.messages(block=False)) == []
     finally:
         team.end()
+
+
+@pytest.mark.timeout(60)
+def test_tasks_and_parts_larger_than_a_pipe_keep_no_process_waiting() -> None:
+    """This process gives tasks while the other one waits until its parts are read."""
+    team, much = Team(1), bytes(2**22)
+    (helper,) = team.helpers(__name__, {})
+    try:
+        assert helper.give(0, says_much, much)
+        found = [next(team.messages(block=True))]  # the other process has begun, and sends its second part
+        assert helper.give(1, says_much, much)
+        assert helper.give(2, says_much, much)
+        found += received(team, until=2)
+    finally:
+        team.end()
+    expected = [[Message(name, Kind.PART, much)] * 2 + [Message(name, Kind.ENDED)] for name in range(3)]
+    assert found == [message for of_task in expected for message in of_task]
 
 
 def test_a_task_that_has_not_begun_can_be_taken_back_and_the_end_waits_for_none() -> None:
