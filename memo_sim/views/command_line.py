@@ -38,7 +38,8 @@ SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 class Commands(click.Group):
     """A group of commands that ends with 141 when its output is no longer read; click itself would exit with 1.
 
-    A command refuses an option that is given twice and takes one value; click itself would take the last one.
+    A command refuses an empty value, and an option that is given twice and takes one value, of which click itself would
+    take the last one.
     """
 
     make_context = while_read()(click.Group.make_context)
@@ -47,27 +48,31 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command and its arguments, whose options are each given once at most."""
+        """Return the command and its arguments, none of which is empty; its options are each given once at most."""
         name, command, rest = super().resolve_command(ctx, args)
         if command is not None and not isinstance(command, click.Group) and not ctx.resilient_parsing:
-            _check_given_once(click.Context(command, ctx, name, **command.context_settings), rest)
+            _check_given(click.Context(command, ctx, name, **command.context_settings), rest)
         return name, command, rest
 
 
-def _check_given_once(context: click.Context, arguments: list[str]) -> None:
-    """Refuse an option that takes one value and is given more than once.
+def _check_given(context: click.Context, arguments: list[str]) -> None:
+    """Refuse an option that takes one value and is given more than once, and an option or argument given as "".
+
+    An empty value is often a variable of the shell that is not set; an option that names a file would be ignored.
 
     Raises:
-        click.UsageError: naming the option.
+        click.UsageError: naming the option or argument.
     """
-    _, _, given = context.command.make_parser(context).parse_args(list(arguments))
-    for option in dict.fromkeys(given):
-        single = isinstance(option, click.Option) and not (option.multiple or option.count or option.is_eager)
-        if single and given.count(option) > 1:
-            names = "/".join([*option.opts, *option.secondary_opts])
-            raise click.BadParameter(
-                f"given {given.count(option)} times, but it takes one value.", context, option, f"'{names}'"
-            )
+    values, _, given = context.command.make_parser(context).parse_args(list(arguments))
+    for one in dict.fromkeys(given):
+        hint = f"'{'/'.join([*one.opts, *one.secondary_opts])}'" if isinstance(one, click.Option) else None
+        single = isinstance(one, click.Option) and not (one.multiple or one.count or one.is_eager)
+        if single and given.count(one) > 1:
+            told = f"given {given.count(one)} times, but it takes one value."
+            raise click.BadParameter(told, context, one, hint)
+        value = values[one.name]
+        if not value if isinstance(value, str) else isinstance(value, list | tuple) and "" in value:
+            raise click.BadParameter("the value is empty.", context, one, hint)
 
 
 class Finite(click.FloatRange):

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from memo_sim.contract.catalog import list_models, load_model
 from memo_sim.contract.knobs import Recompute
-from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.contract.requests import Requests
 from memo_sim.memory import mip_model
 from memo_sim.memory.bilevel import plan_bilevel
@@ -27,8 +28,10 @@ from memo_sim.memory.mip_model import mip_outcome, solve_mip
 from memo_sim.memory.mip_outcome import Backend, Form, MipOutcome
 from memo_sim.memory.place import placement_of
 from memo_sim.memory.problem import Clock, Problem, problem_of
+from memo_sim.planning.attention_kernels import head_groups
 from memo_sim.program.arena.check_placement import check_placement
 from memo_sim.program.arena.requests import requests_of
+from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.lower import lower
 from tests.memory.cores import cores_of
 
@@ -71,6 +74,9 @@ def requests_for(model: str, recompute: Recompute, share: float, tokens: int) ->
         swapped_tokens=int(tokens * share),
         loss_chunk_tokens=4096,
     )
+    kernel = decisions.kernels.attention
+    groups = head_groups(shape_of(decisions), decisions, kernel)
+    decisions = msgspec.structs.replace(decisions, kernels=Kernels(attention=kernel, head_groups=groups))
     return requests_of(lower(decisions, micro_batches=1)[0])
 
 

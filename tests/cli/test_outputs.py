@@ -1,4 +1,4 @@
-"""What the two commands print and write: a closed pipe, a full disk, and files that are read or named twice."""
+"""What the two commands print and write: a closed pipe, a full disk, files that are named twice or not at all."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -53,6 +54,23 @@ def test_an_output_without_room_is_said() -> None:
         done = printed_to(full.fileno(), "memo_sim", "list", "models")
     assert done.returncode == 2
     assert "\n  where: standard output" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "line", "named"),
+    [
+        (memo_sim, ["what-if", "llama-tiny", "--cluster", "a800-1x1", "--seq-len", "4k", "--plot="], "'--plot'"),
+        (memo_sim, ["datasheet", "tflops=165,memory=24,pcie=4x16", "-o", ""], "'-o/--output'"),
+        (memo_sim, ["compare", "plan.json", ""], "'A B ...'"),
+        (memo_exec, ["run", ""], "'PLAN'"),
+    ],
+    ids=lambda each: each[0] if isinstance(each, list) else None,
+)
+def test_an_empty_value_is_refused(command: click.Group, line: list[str], named: str) -> None:
+    """It is often a variable of the shell that is not set: the file that it should name would not be written."""
+    done = CliRunner().invoke(command, line)
+    assert done.exit_code == 2
+    assert f"Error: Invalid value for {named}: the value is empty." in done.output
 
 
 @pytest.fixture
