@@ -40,7 +40,7 @@ from memo_sim.planning.pricers import Pricers
 from memo_sim.planning.recent import Recent
 from memo_sim.planning.stage_alone import StagesAlone, stands_alone
 from memo_sim.planning.stage_passes import SCHEDULES, ChunkSeconds, StagePasses, least_chunk
-from memo_sim.planning.step_ends import KEPT, StepEnd, StepEnds
+from memo_sim.planning.step_ends import KEPT, NO_END, BlockEnds, StepEnds
 from memo_sim.planning.subsequences import PartTimes, part_prices
 from memo_sim.planning.w_pass_bytes import waiting_bytes
 from memo_sim.planning.window_bytes import WindowBytes
@@ -82,7 +82,10 @@ class LowerBound:
 
 @dataclass(frozen=True, slots=True)
 class _Around:
-    """Lower bounds of the seconds before a stage's first pass, and after its last one: in other stages, and its own."""
+    """Lower bounds of the seconds before a stage's first pass, and after its last one.
+
+    ``after_s``: until the last backward of the first stage. ``end_s``: until the step ends, with ``after_s`` in it.
+    """
 
     before_s: float
     after_s: float
@@ -183,11 +186,11 @@ class LowerBounds:
         if low.layout.pp == 1:
             return self._alone.step_s(low, high, 0, before_s=0.0, after_s=0.0) or 0.0
         parts = self._computed_parts(kept(low))
-        of_stages = self._of_stages(kept(low), parts.whole, parts.layers, ())
+        of_stages = self._of_stages(kept(low), parts.whole, parts.layers, None)
         stage = of_stages.index(max(of_stages))
-        around = self._around_stages(low, parts.layers, ())[stage]
+        around = self._around_stages(low, parts.layers, self._ends.of(low))[stage]
         gain = self._gain_of_cuts if in_chunks(low) else 1.0  # the passes around the stage are priced whole
-        before_s, after_s = around.before_s / gain, around.after_s / gain
+        before_s, after_s = around.before_s / gain, around.after_s / gain + (around.end_s - around.after_s)
         found_s = 0.0
         if enough_s < inf and (kernels_s := self._alone.kernels_s(low, high, stage)) is not None:
             found_s = before_s + kernels_s + after_s
@@ -208,19 +211,21 @@ class LowerBounds:
         if layout.pp == 1 or layout.subsequences > 1 or layout.schedule not in SCHEDULES:
             return 0.0
         plans = [(self._parts(low), low), (self._parts(high), high)] if high != low else [(self._parts(low), low)]
-        ends, stages = self._ends.of(low), stages_of(low)
-        chunks = []
+        stages, chunks = stages_of(low), []
         for stage in stages:
             of_plans = [_chunks(plan, stage, parts, waits=len(plans) == 1) for parts, plan in plans]
             chunks.append([least_chunk(each) for each in zip(*of_plans, strict=True)])
         pricer, sent = self._pricers.of(low), transfer_bytes(low, shape_of(low))
         hops = [PointToPoint(sent, stage, (stage + 1) % layout.pp) for stage in range(layout.pp)]
+        blocks = self._ends.of(low)
+        ends = [blocks.of_stage(stage, low.model.layer_kinds) for stage in stages]
+        updated_s = max(end.updated_s for end in ends)
         return self._passes.step_s(
             layout,
             low.micro_batches,
             chunks,
             hops_s=[pricer.seconds(hop) for hop in hops],
-            ends_s=[_ends_s(ends, [low.model.layer_kinds[layer] for layer in stage.layers]) for stage in stages],
+            ends_s=[end.reduced_s + updated_s for end in ends],
         )
 
     def rough(self, decisions: Decisions, *, keep: Decisions | None, any_alpha: bool = False) -> LowerBound:
@@ -617,7 +622,7 @@ class LowerBounds:
         rows = min(decisions.loss_chunk_tokens or shape.tokens, shape.tokens)
         return rows * shape.vocab * DTYPE_BYTES[decisions.dtype]
 
-    def _step_s(self, decisions: Decisions, parts: _Parts, ends: Sequence[StepEnd] = ()) -> float:
+    def _step_s(self, decisions: Decisions, parts: _Parts, ends: BlockEnds | None = None) -> float:
         """Return a lower bound of the step seconds.
 
         ``ends``: the end of the step, by kind, where it is counted.
@@ -628,11 +633,17 @@ class LowerBounds:
             pass_s = max(self._busy_s(whole), _with_copies_s(whole) if _rounding(decisions) else 0.0)
             if parts.halves:
                 pass_s = max(pass_s, self._of_halves_s(parts.halves))
-            return pass_s * decisions.micro_batches + _ends_s(ends, decisions.model.layer_kinds)
+            passes_s = pass_s * decisions.micro_batches
+            if ends is None:
+                return passes_s
+            (stage,) = stages_of(decisions)
+            end = ends.of_stage(stage, decisions.model.layer_kinds)
+            passes_s = max(passes_s, whole.compute_s * decisions.micro_batches + end.zeroed_s)
+            return passes_s + end.reduced_s + end.updated_s
         return max(self._of_stages(decisions, whole, parts.layers, ends))
 
     def _of_stages(
-        self, decisions: Decisions, whole: Pass, layers: Sequence[Pass], ends: Sequence[StepEnd]
+        self, decisions: Decisions, whole: Pass, layers: Sequence[Pass], ends: BlockEnds | None
     ) -> list[float]:
         """Return the lower bound of the step seconds that each of several stages gives."""
         times, kinds, rounding = decisions.micro_batches, decisions.model.layer_kinds, _rounding(decisions)
@@ -649,15 +660,15 @@ class LowerBounds:
             if rounding:
                 runs = [[of[layer] for layer in run] for run in stage.runs]
                 own_s = max(own_s, times * own.compute_s + _waits_for_copies_s(decisions, stage, runs))
-            found.append(around.before_s + own_s + max(around.after_s, around.end_s))
+            found.append(around.before_s + own_s + around.end_s)
         return found
 
-    def _around_stages(self, decisions: Decisions, layers: Sequence[Pass], ends: Sequence[StepEnd]) -> list[_Around]:
+    def _around_stages(self, decisions: Decisions, layers: Sequence[Pass], ends: BlockEnds | None) -> list[_Around]:
         """Return lower bounds of what each stage waits for before its first pass and after its last one.
 
         A stage waits for the stages before it: for their first chunk's forward before its first pass, and for that
         chunk's backward after its last one. The chunks are those of one subsequence: the first one both comes first in
-        forward and leaves last in backward.
+        forward and leaves last in backward. Updates wait for the gradients of all stages (``step_ends.py``).
         """
         kinds = decisions.model.layer_kinds
         forward_s = [one.first_forward_s for one in layers]
@@ -671,10 +682,12 @@ class LowerBounds:
             all_s = (one.first_compute_s - one.first_forward_s for one in layers)
             backward_s = [max(0.0, each_s - before_s) for each_s, before_s in zip(all_s, early_s, strict=True)]
         found: list[_Around] = []
-        before_s = after_s = 0.0
-        for stage in stages_of(decisions):
-            end_s = _ends_s(ends, [kinds[layer] for layer in stage.layers]) if ends else 0.0
-            found.append(_Around(before_s, after_s, end_s))
+        stages, before_s, after_s = stages_of(decisions), 0.0, 0.0
+        of_stages = [ends.of_stage(stage, kinds) if ends else NO_END for stage in stages]
+        updated_s = max(end.updated_s for end in of_stages)
+        for stage, end in zip(stages, of_stages, strict=True):
+            reduced_s = max(after_s + of_stages[0].reduced_s, end.reduced_s)
+            found.append(_Around(before_s, after_s, reduced_s + updated_s))
             for layer in stage.runs[0]:
                 kind = kinds[layer] if len(layers) > 1 else 0
                 before_s += forward_s[kind]
@@ -880,15 +893,6 @@ def _chunks(decisions: Decisions, stage: Stage, parts: _Parts, *, waits: bool) -
             )
         )
     return found
-
-
-def _ends_s(ends: Sequence[StepEnd], kinds: Sequence[int]) -> float:
-    """Return a lower bound of the seconds that layers of these kinds add behind the passes of a stage."""
-    if not ends:
-        return 0.0
-    lanes = {lane for end in ends for lane in end.reduced_s}
-    reduced_s = (sum(ends[kind].reduced_s.get(lane, 0.0) for kind in kinds) for lane in lanes)
-    return max([sum(ends[kind].compute_s for kind in kinds), *reduced_s])
 
 
 def _rounding(decisions: Decisions) -> bool:

@@ -154,7 +154,7 @@ class StagesAlone:
 
         - ``stage``: the stage that is played.
         - ``before_s``: lower bound of the seconds before its first input arrives.
-        - ``after_s``: lower bound of the seconds of other stages after its last backward.
+        - ``after_s``: lower bound of the seconds after its last backward, for other stages and the end of the step.
 
         None when the two plans have other instructions, or when no period is seen.
 
