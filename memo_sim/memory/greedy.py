@@ -30,8 +30,8 @@ from memo_sim.memory.problem import Clock, Ints, Problem
 CERTAIN = 2_000
 """Up to so many buffers an order is never cut short: it takes a tenth of a second."""
 
-MANY = 10_000
-"""From so many buffers on, an order takes about half a second, and the best one of many steps is tried first."""
+MANY = 25_000
+"""From so many buffers on, an order takes a second, and the best one of many steps is tried first."""
 
 CLASSES_S = 5e-6
 """Seconds a buffer that ``in_size_classes`` takes; kept free for it."""

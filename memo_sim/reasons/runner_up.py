@@ -177,7 +177,7 @@ def closer_than_the_interval(close: Closeness | None) -> list[str]:
         return []
     lines = []
     if close.plans:
-        plans = "1 other plan is" if close.plans == 1 else f"{close.plans} other plans are"
+        plans = "1 other evaluated plan is" if close.plans == 1 else f"{close.plans} other evaluated plans are"
         known = f"{counted(close.pairs, 'pair')} of plans in {counted(close.sources, 'source')}"
         text = f"{plans} within {format_percent(close.margin)} of the best, too close to tell apart; measured, one of"
         text += (

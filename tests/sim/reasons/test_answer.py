@@ -179,9 +179,10 @@ def test_plans_closer_than_the_interval_are_counted() -> None:
         )
 
     known = "In 80 % of 90 pairs of plans in 6 sources the ratio of the two measured steps was within 10.0 % of the"
-    first = "1 other plan is within 10.0 % of the best, too close to tell apart; measured, one of them may be faster."
+    close = "within 10.0 % of the best, too close to tell apart; measured, one of them may be faster."
+    first = f"1 other evaluated plan is {close}"
     assert said(1) == [f"{first} {known} predicted one."]
-    assert said(2)[0].startswith("2 other plans are within 10.0 % of the best, too close to tell apart; ")
+    assert said(2)[0].startswith("2 other evaluated plans are within 10.0 % of the best, too close to tell apart; ")
     assert said(0, 1)[0].startswith("1 plan with another kind of memory, or with and without allocation retries, may")
     assert [line.split(" ")[0] for line in said(3, 2)] == ["3", "2"]
     assert said(0) == closer_than_the_interval(None) == []
