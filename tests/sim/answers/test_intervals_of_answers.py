@@ -73,7 +73,7 @@ def test_plans_that_a_comparison_cannot_tell_apart_are_counted(generation: str) 
     near = [p for p in result.plans[1:] if p.step_s and p.step_s <= result.best.step_s * exp(half)]
     said = next(line for line in result.why if "measured, one of them may be faster" in line)
     assert len(near) > 0
-    assert said.startswith(f"{len(near)} other plan")
+    assert said.startswith(f"{len(near)} other evaluated plan")
     assert f"within {100 * expm1(half):.1f} % of the best" in said
     assert result.why[0].startswith(
         "Step" if generation == "Ampere" else "The step has no interval: 0 published rows of Hopper"
