@@ -36,7 +36,8 @@ def place(
     """Return a placement of ``requests``, checked; its ``solver`` says what found it.
 
     With ``most_nodes`` the portfolio searches at most so many nodes per core: equal requests get equal placements on
-    every machine, unless ``time_limit_s`` cuts in. An arena of at most ``enough_bytes`` is not improved.
+    every machine, unless ``time_limit_s`` cuts in. For a step that does not repeat, an arena of at most
+    ``enough_bytes`` is not improved.
 
     A solver that finds nothing better than greedy within ``time_limit_s`` seconds leaves greedy's placement, and
     ``solver`` then says greedy.
@@ -59,7 +60,7 @@ def place(
     problem = problem_of(requests)
     asked = replace(problem, enough=enough_bytes // problem.unit_bytes)
     portfolio = Portfolio(TECHNIQUES.get(solver, ("greedy", solver)), most_nodes=most_nodes)
-    offsets = _place_repeated(asked, clock, portfolio)
+    offsets = _place_repeated(problem, clock, portfolio)
     if offsets is None or (problem.count <= FEW and problem.peak(offsets) > asked.lower_bound):
         found = solve_decomposed(asked, clock, offsets, portfolio)
         offsets = offsets if found is None else found

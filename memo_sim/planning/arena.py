@@ -66,7 +66,7 @@ def arena_of(simulation: Simulation) -> Arena:
     else:
         room = memory.device_capacity_bytes - memory.reserve_bytes - later_bytes
         enough_bytes = min(int(NEAR * memory.device.bytes), room)
-        placement = _of_many_stages(requests, enough_bytes)
+        placement = _of_one_stage(requests, enough_bytes)
         size = placement.arena_bytes
         if whole:
             placement, size = _of_stages(simulation, placement, enough_bytes)
@@ -97,7 +97,7 @@ def _placed(requests: Requests, *, solver: str = "portfolio", enough_bytes: int 
     return msgspec.structs.replace(placement, elapsed_s=0.0)  # so that equal plans give equal files
 
 
-def _of_many_stages(requests: Requests, enough_bytes: int) -> Placement:
+def _of_one_stage(requests: Requests, enough_bytes: int) -> Placement:
     """Return the placement of one of several stages; of many buffers, an arena of ``enough_bytes`` is not improved.
 
     Greedy comes near enough to the optimum, because a stage holds several micro-batches at once.
@@ -121,7 +121,7 @@ def _of_stages(simulation: Simulation, fullest: Placement, enough_bytes: int) ->
     size, other = largest(fullest, ours), max(range(len(programs)), key=by_first_fit.__getitem__)
     if size == fullest.arena_bytes or other == ours:
         return fullest, size
-    instead = _of_many_stages(arena_requests(programs[other], decisions), enough_bytes)
+    instead = _of_one_stage(arena_requests(programs[other], decisions), enough_bytes)
     return (instead, least) if (least := largest(instead, other)) < size else (fullest, size)
 
 

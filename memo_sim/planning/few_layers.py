@@ -98,6 +98,9 @@ WAITS = ("idle_s", "forward_idle_s", "backward_idle_s", "uncut_idle_s", "exchang
 EXCHANGED = {("experts.dispatch", "experts.arrange"), ("experts.arrange.back", "experts.combine")}
 """Kernels one after the other, where ranks exchange the first one's rows and the second reads what arrives."""
 
+NOT_RESIDENT = frozenset({Phase.RECOMPUTE, Phase.OFFLOAD, Phase.PREFETCH})
+"""Phases of the kernels that a layer does not have whose activations stay on the device (``Pass.rebuild_s``)."""
+
 HALVES = (Lane.D2H, Lane.H2D)
 """The copy lane that has most to do in forward, and in backward."""
 
@@ -113,7 +116,8 @@ class Pass:
 
     compute_s: float
     rebuild_s: float
-    """Part of ``compute_s`` that recomputes activations."""
+    """Part of ``compute_s`` that layers do not have whose activations stay on the device: recompute, and copies of rows
+    that are kept beside the swapped ones."""
     forward_s: float
     """Part of ``compute_s`` in the layers' forward."""
     attention_s: float
@@ -168,9 +172,9 @@ class Half:
     """
 
     kept_s: float
-    """Seconds of kernels that do not recompute."""
+    """Seconds of all other kernels than those of ``rebuild_s``."""
     rebuild_s: float
-    """Seconds of kernels that recompute."""
+    """Seconds of kernels, as in ``Pass``."""
     idle_s: float
     """Waits of compute, as in ``Pass``."""
     copy_s: float
@@ -654,7 +658,7 @@ def _rows_of(instructions: Sequence[Instruction], pricer: Pricer, *, forward: bo
         [float(each.lane) for each in instructions],
         [pricer.seconds(each.work) for each in instructions] if counted else [0.0] * count,
         attends,
-        [float(each.phase is Phase.RECOMPUTE) for each in instructions],
+        [float(each.phase in NOT_RESIDENT) for each in instructions],
         again,
         begins,
         exchanged,

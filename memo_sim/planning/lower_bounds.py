@@ -211,14 +211,9 @@ class LowerBounds:
         if layout.pp == 1 or layout.subsequences > 1 or layout.schedule not in SCHEDULES:
             return 0.0
         plans = [(self._parts(low), low), (self._parts(high), high)] if high != low else [(self._parts(low), low)]
-        waits = len(plans) == 1
-        if low.recompute == "none" and low.swapped_tokens:
-            # Layers that stay in a rounding buffer run backward as a whole, which is faster than in two row blocks.
-            whole = msgspec.structs.replace(low, swapped_tokens=0)
-            plans.append((self._parts(whole), whole))
         stages, chunks = stages_of(low), []
         for stage in stages:
-            of_plans = [_chunks(plan, stage, parts, waits=waits) for parts, plan in plans]
+            of_plans = [_chunks(plan, stage, parts, waits=len(plans) == 1) for parts, plan in plans]
             chunks.append([least_chunk(each) for each in zip(*of_plans, strict=True)])
         pricer, sent = self._pricers.of(low), transfer_bytes(low, shape_of(low))
         hops = [PointToPoint(sent, stage, (stage + 1) % layout.pp) for stage in range(layout.pp)]
