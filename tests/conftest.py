@@ -1,10 +1,11 @@
-"""What every test may rely on: the same random numbers each time, and one thread for each library."""
+"""What every test may rely on: the same random numbers, one thread for each library, and signals that are heard."""
 
 from __future__ import annotations
 
 import gc
 import os
 import random
+import signal
 import sys
 
 import numpy as np
@@ -28,6 +29,15 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     look_seldom()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def interrupts() -> None:
+    """Let the processes that tests start be interrupted: where a shell runs pytest in the background, they inherit
+    that SIGINT is ignored.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
