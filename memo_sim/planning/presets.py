@@ -152,6 +152,8 @@ class Policy:
     """Whether alpha is as much as hides under the next subsequence (SPPO 5.2), where it is not searched."""
     layers: str = ALL
     """The layers that full recompute is about (``Decisions.recompute_layers``)."""
+    finest: bool = False
+    """Whether its blocks and chunks are as small as any that are tried (``blocks.py``), for the least memory."""
 
     @classmethod
     def of(cls, decisions: Decisions) -> Policy:
@@ -204,6 +206,8 @@ ROWWISE_PARTLY_SWAPPED = Policy(ROWWISE, None, mlp_blocks=True)
 """Some of their rows are on the host, the others on the device."""
 ROWWISE_IN_CHUNKS = Policy(ROWWISE, 1.0, mlp_blocks=True, attention_chunks=True)
 """The same on the host, and queries, keys and values of chunks alone (``attention/kept_chunks.py``)."""
+FINEST = (replace(ROWWISE_IN_CHUNKS, finest=True), replace(LEAST_MEMORY, finest=True))
+"""The two that need the least memory, in more and smaller blocks and chunks: they take longer."""
 EVERY_ROWWISE = (ROWWISE_KEPT, ROWWISE_SWAPPED, ROWWISE_PARTLY_SWAPPED, ROWWISE_IN_CHUNKS)
 PAIRS_OF_LAYERS = Policy("full", 0.0, layers="groups-2")
 """Full recompute with one input for two layers, which are live at once in backward.
@@ -240,8 +244,7 @@ class System:
     policies: tuple[Policy, ...]
     short_sequences: tuple[Policy, ...] = ()
     last_resorts: tuple[Policy, ...] = ()
-    """Policies that are tried where no plan of the others fits; not where a question pins what is recomputed or
-    swapped."""
+    """Policies that are tried where no plan of the others fits (``space.last_resorts``)."""
     host_allocator: HostAllocator = "exact"
     memory_policy: MemoryPolicy = "planned"
     framework: Framework = "torch"
@@ -337,7 +340,7 @@ class System:
             "multiplexed": self.multiplexed,
             "offload_window": len(self.offload_windows) > 1,
             "recompute": len(self.recomputes) > 1,
-            "recompute_layers": bool(self.last_resorts),
+            "recompute_layers": any(policy.layers != ALL for policy in self.last_resorts),
             "alpha": len({policy.alpha for policy in policies}) > 1 or policies[0].alpha is None,
             "mlp_chunk_tokens": len({policy.mlp_blocks for policy in policies}) > 1,
             "attention_chunk_tokens": len({policy.attention_chunks for policy in policies}) > 1,
@@ -374,6 +377,7 @@ SYSTEMS = {
             "any",
             "a narrower, quicker search: every policy on tp, ring cp and dp alone, with ZeRO 1, and ep for experts",
             (KEEP, TOKENWISE, *EVERY_ROWWISE, *EVERY_FULL, LEAST_MEMORY, FULL_SWAP, PARTIAL_SWAP),
+            last_resorts=FINEST,
             pinnable=("ulysses", "metp"),
             searches_ep=True,
             searches_micro_batches=True,
@@ -383,6 +387,7 @@ SYSTEMS = {
             DEFAULT_SYSTEM,
             "the default: every policy on every layout: tp, ring cp, Ulysses, METP, pp and dp, with ZeRO 1 or 3",
             (KEEP, TOKENWISE, *EVERY_ROWWISE, *EVERY_FULL, LEAST_MEMORY, FULL_SWAP, PARTIAL_SWAP),
+            last_resorts=FINEST,
             degrees=("tp", "cp", "ulysses", "metp", "pp", "dp"),
             searches_ep=True,
             searches_micro_batches=True,

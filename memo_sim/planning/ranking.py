@@ -17,6 +17,8 @@ class Ranking:
         """The index in ``outcomes`` of each plan."""
         self.limit: Evaluated | None = None
         """A plan that is known, though it is not an outcome of this search: plans that rank after it are pruned."""
+        self.fitting = False
+        """Whether plans that do not fit are of no use."""
         self._last: tuple[int, tuple[bool, bool, float, int, int, str] | None] = (-1, None)
         """How many plans are known, and the rank key of the last of the ``keep`` best."""
 
@@ -54,4 +56,4 @@ class Ranking:
     def is_after(self, least_key: Key) -> bool:
         """Return whether nothing that ranks after ``least_key`` is among the ``keep`` best."""
         last = self.last_kept()
-        return last is not None and last < least_key
+        return (self.fitting and least_key[0]) or (last is not None and last < least_key)

@@ -100,8 +100,7 @@ def search(
 
 def _with_more(first: SearchResult, space: Space, again: _Search) -> SearchResult:
     """Return the result of a search without a plan that fits, with the plans of ``space`` where one of them fits."""
-    # Plans that are further from fitting are not played.
-    again.ranking.limit = first.ranked[0] if first.ranked else None
+    again.ranking.fitting = True
     try:
         second = again.run(space)
     except Infeasible:

@@ -111,11 +111,18 @@ def _by_recompute(question: Question) -> tuple[Policy, ...]:
 
 
 def last_resorts(question: Question) -> tuple[Policy, ...]:
-    """Return the policies to try where the others do not fit: none where the question pins what they decide."""
+    """Return the policies to try where the others do not fit: none where the question pins what they decide.
+
+    The finest blocks and chunks go with a pinned recompute, and with blocks or chunks of which one is pinned.
+    """
     pins = question.pins
-    decided = (pins.recompute, pins.recompute_layers, pins.alpha, pins.offload_inputs)
+    if {pins.recompute_layers, pins.alpha, pins.offload_inputs} != {None}:
+        return ()
     cut = (pins.mlp_chunk_tokens, pins.attention_chunk_tokens)
-    return question.preset.last_resorts if {*decided, *cut} == {None} else ()
+    if {pins.recompute, *cut} == {None}:
+        return question.preset.last_resorts
+    found = tuple(p for p in question.preset.last_resorts if p.finest and pins.recompute in (None, p.recompute))
+    return blocks.pinned(found, question) if found and None in cut and 0 not in cut else ()
 
 
 class Space:
@@ -157,8 +164,9 @@ class Space:
                 complete, kernels=msgspec.structs.replace(complete.kernels, head_groups=groups)
             )
             keep = self._rowwise.faster(keep) if self.question.rowwise is None else keep
-            chunked = any(policy.attention_chunks for policy in self.policies)
-            self._keeping[layout] = keep, chunked and blocks.attention_chunk(self.question, complete) > 0
+            finest = {policy.finest for policy in self.policies if policy.attention_chunks}
+            chunks = (blocks.attention_chunk(self.question, complete, finest=each) for each in finest)
+            self._keeping[layout] = keep, any(chunks)
         return self._keeping[layout]
 
     def _complete(self, layout: Layout) -> Decisions:

@@ -15,11 +15,13 @@ from memo_sim.planning.lower_bounds import LowerBounds
 from memo_sim.planning.presets import INPUTS_SWAPPED_MLP_IN_BLOCKS, LEAST_MEMORY, ROWWISE_IN_CHUNKS, Policy
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import play, search
-from memo_sim.planning.space import candidates, policies
+from memo_sim.planning.space import candidates, last_resorts, policies
 from memo_sim.program.layout.attention_chunks import MOST_CHUNKS
 from tests.refusals import refused
 
 K = 1024
+LONGEST = 1024 * K
+"""Tokens that fit in the finest chunks and blocks alone."""
 CHUNKED = Policy("full", 1.0, attention_chunks=True)
 
 
@@ -110,6 +112,37 @@ def test_a_pinned_chunk_that_cannot_be_is_said_to_be_the_reason() -> None:
     found, reasons = candidates(ask(512 * K, devices=8, attention_chunk_tokens=16 * K, rowwise="triton"))
     assert {c.base.layout.cp for c in found} == {1, 2}
     assert any("22 of them at most beside a ring of 8 ranks" in reason for reason in reasons)
+
+
+def test_the_finest_chunks_and_blocks_are_the_last_resort() -> None:
+    """In chunks of an eighth no plan fits. The finest need less memory by every policy, and more time."""
+    shorter = search(ask(896 * K, recompute=None))
+    assert shorter.best is not None
+    assert {e.policy.finest for e in shorter.ranked} == {False}
+    question = ask(LONGEST, recompute=None)
+    found, every = search(question), search(question, prune=False)
+    assert found.best is not None
+    assert every.best is not None
+    assert every.best.decisions == found.best.decisions
+    assert found.best.policy.finest
+    assert (found.best.decisions.attention_chunk_tokens, found.best.decisions.mlp_chunk_tokens) == (32 * K, 16 * K)
+    assert {e.prediction.status for e in found.ranked if not e.policy.finest} == {"gpu_oom"}
+
+
+def test_last_resorts_go_with_what_is_pinned() -> None:
+    """Blocks or chunks that are pinned keep their size, and what is not pinned is the finest."""
+
+    def finest(**pins: Any) -> set[tuple[str, int, int]]:
+        question = ask(LONGEST, **{"recompute": None, **pins})
+        found, _ = candidates(question, last_resorts(question))
+        return {(c.base.recompute, c.base.mlp_chunk_tokens, c.base.attention_chunk_tokens) for c in found}
+
+    assert finest() == {("rowwise", 16 * K, 32 * K), ("full", 16 * K, 32 * K)}
+    assert finest(recompute="full") == {("full", 16 * K, 32 * K)}
+    assert finest(attention_chunk_tokens=64 * K) == {("rowwise", 16 * K, 64 * K), ("full", 16 * K, 64 * K)}
+    assert finest(mlp_chunk_tokens=8 * K, recompute="full") == {("full", 8 * K, 32 * K)}
+    for pins in ({"alpha": 0.5}, {"offload_inputs": True}, {"recompute": "none"}, {"attention_chunk_tokens": 0}):
+        assert last_resorts(ask(LONGEST, **{"recompute": None, **pins})) == ()
 
 
 @pytest.mark.slow
