@@ -170,7 +170,7 @@ def longest_command(*, step: str, max_step_s: float | None, one_more_gib: bool, 
     wanted: Options = {"step": step, "max_step_s": max_step_s, "one_more_gib": one_more_gib}
     wanted |= {"price_per_gpu_hour": price, "command": command_line("memo-sim")}
     with command_processes(options["jobs"]):
-        found = with_progress("lengths", lambda tell: longest_of(question, **wanted, progress=tell))
+        found = with_progress("lengths", lambda tell: longest_of(question, **wanted, progress=tell), told="tried")
     if found.at_longest is not None:
         found.at_longest.write(replace(outputs, report=None))
     if outputs.report is not None:
@@ -197,7 +197,7 @@ def _ask(plan: Plan | None, question: Question, options: Options, price: float |
     wanted: Options = {name: options[name] for name in ("pareto", "one_more_gib")}
     wanted |= {"top": top, "price_per_gpu_hour": price, "command": command}
     with command_processes(options["jobs"]):
-        return with_progress("plans", lambda tell: answered(question, **wanted, progress=tell))
+        return with_progress("plans", lambda tell: answered(question, **wanted, progress=tell), told="tried")
 
 
 @cli.command("validate")

@@ -261,7 +261,8 @@ def question_of(options: Options, *, fill: bool = True) -> tuple[Plan | None, Qu
         raise UsageError("both say which plan to price", got="--plan and --from", wanted="one of them")
     if plan is None and not job_paths:
         if not (options["model"] and options["seq_len"]):
-            raise UsageError("a question needs MODEL and --seq-len, --plan or --from", hint="memo-sim what-if --help")
+            hint = f"memo-sim {click.get_current_context().info_name} --help"
+            raise UsageError("a question needs MODEL and --seq-len, --plan or --from", hint=hint)
         return None, named_values.question_of(values_of(options), fill=fill)
     option = "--from" if job_paths else "--plan"
     decided = (*IN_A_PLAN, "compiled", *(knob.name for knob in ON_COMMAND_LINE))

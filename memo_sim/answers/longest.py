@@ -14,7 +14,7 @@ from math import gcd
 
 from memo_sim.answers.what_if import Answer, what_if
 from memo_sim.contract.errors import Infeasible, UsageError
-from memo_sim.contract.longest import Bound, Longest, Tried
+from memo_sim.contract.longest import NO_PLAN, Bound, Longest, Tried, bound_in_words
 from memo_sim.contract.peaks import warnings_about
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.units import MOST_TOKENS, counted, format_seconds, format_tokens
@@ -71,7 +71,7 @@ def longest(
         holes += [n for n in range(low + 1, above) if n in scan.tried]
         low, high = above, scan.double(above)
     refused = scan.at(low + 1) if low < scan.most else None
-    bound: Bound = refused.bound or "cannot be" if refused else "limit of tokens"
+    bound: Bound = refused.bound or NO_PLAN if refused else "limit of tokens"
     document = Longest(
         model=question.model.name,
         cluster=question.cluster.name,
@@ -167,8 +167,11 @@ class _Scan:
         try:
             found = search(replace(self.question, seq_tokens=seq_tokens), enough_s=enough_s)
         except Infeasible as error:
-            why: Bound = "divisibility" if isinstance(error, NothingDivides) else "cannot be"
-            return Tried(seq_tokens=seq_tokens, fits=False, bound=why, reason=f"{error.what}: {error.got}")
+            why: Bound = "divisibility" if isinstance(error, NothingDivides) else NO_PLAN
+            wanted = f"; wanted: {error.wanted}" if error.wanted else ""
+            hint = f"; next: {error.hint}" if error.hint else ""
+            reason = f"{error.what}: {error.got}{wanted}{hint}"
+            return Tried(seq_tokens=seq_tokens, fits=False, bound=why, reason=reason)
         return self._judged(found, seq_tokens, enough_s)
 
     @staticmethod
@@ -176,7 +179,7 @@ class _Scan:
         nearest = found.ranked[0].prediction
         if nearest.step_s is None:
             bounds: dict[str, Bound] = {"gpu_oom": "device memory", "host_oom": "host memory"}
-            bound = bounds.get(nearest.status, "cannot be")
+            bound = bounds.get(nearest.status, NO_PLAN)
             return Tried(seq_tokens=seq_tokens, fits=False, bound=bound, reason=nearest.reason)
         if nearest.step_s > enough_s:
             reason = f"the fastest step takes {format_seconds(nearest.step_s)}"
@@ -210,7 +213,8 @@ def _reasons(scan: _Scan, low: int, refused: Tried | None, holes: list[int]) -> 
     if refused is None:
         lines = [f"Nothing limits the length up to {format_tokens(scan.most * scan.step_tokens)} tokens."]
     else:
-        lines = [f"{format_tokens(refused.seq_tokens)} tokens do not fit ({refused.bound}): {refused.reason}."]
+        limit = bound_in_words(refused.bound or NO_PLAN)
+        lines = [f"{format_tokens(refused.seq_tokens)} tokens do not fit ({limit}): {refused.reason}."]
     checked = [format_tokens(n * scan.step_tokens) for n in range(low + 1, min(low + CHECKED, scan.most) + 1)]
     lines.append(
         f"The search evaluated {counted(len(scan.tried), 'multiple')} of {step}; it assumes that a length fits if a "

@@ -16,6 +16,15 @@ Bound = Literal[
 ]
 
 
+NO_PLAN: Bound = "cannot be"
+"""No plan of this length may be played: its rules refuse every one (``Infeasible``)."""
+
+
+def bound_in_words(bound: Bound) -> str:
+    """Return a limit as text that follows "limited by"."""
+    return "what plans allow" if bound == NO_PLAN else bound
+
+
 class Tried(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One length that the search evaluated: the first plan found to fit, or the plan nearest to fitting."""
 

@@ -119,7 +119,7 @@ def _may_hold(bounds: LowerBounds, base: Decisions, policy: Policy) -> bool:
     """Return whether a policy may fit: with an open alpha, the device at full swap, and the host without swap."""
     low = with_alpha(base, policy.recompute, policy.alpha or 0.0)
     high = with_alpha(base, policy.recompute, 1.0) if policy.swaps_some else low
-    if not goes_together(low):
+    if not (goes_together(low) and goes_together(high)):
         return False
     device = bounds.memory(high, eager_too=True).device_bytes
     host = bounds.memory(low).host_bytes_per_node

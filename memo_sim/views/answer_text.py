@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memo_sim.contract.longest import Longest
+from memo_sim.contract.longest import Longest, bound_in_words
 from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.plan import PlanRow
 from memo_sim.contract.result import Result
@@ -55,9 +55,9 @@ def longest_text(document: Longest, *, why: bool = False) -> str:
     """Return the answer to how long sequences can be, without a final newline; ``why`` adds lengths and reasons."""
     head = one_line(f"{document.model} on {document.cluster}{_of(document.system)}")
     if document.seq_tokens:
-        head += f": {format_tokens(document.seq_tokens)} tokens at most (limited by {document.bound})"
+        head += f": {format_tokens(document.seq_tokens)} tokens at most (limited by {bound_in_words(document.bound)})"
     else:
-        head += f": not even {format_tokens(document.step_tokens)} tokens fit ({document.bound})"
+        head += f": not even {format_tokens(document.step_tokens)} tokens fit ({bound_in_words(document.bound)})"
     first, *others = document.why or [""]
     verdict = [head, *(summary_lines(document.summary) if document.summary else []), one_line(first)]
     blocks = [*warning_lines(document.warnings), "\n".join(verdict)]

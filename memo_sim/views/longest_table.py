@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memo_sim.contract.longest import Longest
+from memo_sim.contract.longest import Longest, bound_in_words
 from memo_sim.contract.units import format_seconds, format_tokens
 from memo_sim.views.text_table import Cells, text_table
 
@@ -19,7 +19,7 @@ def tried_cells(document: Longest) -> Cells:
             format_tokens(tried.seq_tokens),
             "fits" if tried.fits else "does not fit",
             None if tried.step_s is None else format_seconds(tried.step_s),
-            tried.bound,
+            bound_in_words(tried.bound) if tried.bound else None,
         ]
         for tried in document.tried
     ]

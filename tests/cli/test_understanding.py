@@ -91,6 +91,10 @@ def test_wrong_arguments_are_refused(folder: Path) -> None:
     check_refused(memo_sim("explain", "full.trace.json", cwd=folder), 3, {"wanted": "memo.plan/3"})
     unknown = memo_sim("explain", "full.json", "--cluster", "mine", cwd=folder)
     check_refused(unknown, 2, {"what": "the cluster to simulate on is not known", "hint": "--cluster"})
-    check_refused(memo_sim("oom", "--cluster", "a800-1x8"), 2, {"what": "a question needs MODEL and --seq-len"})
+    check_refused(
+        memo_sim("oom", "--cluster", "a800-1x8"),
+        2,
+        {"what": "a question needs MODEL and --seq-len", "hint": "memo-sim oom --help"},
+    )
     two = memo_sim("oom", "--plan", "full.json", "--cluster", "a800-1x8", "--tp", 4, cwd=folder)
     check_refused(two, 2, {"what": "--plan brings its own knobs"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memo_sim.contract.longest import Longest
+from memo_sim.contract.longest import Longest, bound_in_words
 from memo_sim.contract.units import format_seconds, format_tokens
 from memo_sim.views.longest_table import tried_cells
 from memo_sim.views.palette import phase_colour
@@ -33,7 +33,7 @@ def longest_page(document: Longest, at_longest: Page | None, *, command: str, cr
             sections=[lengths, Section("Why", [Bullets(document.why)]), provenance(command, created, version)],
         )
     length = format_tokens(document.seq_tokens)
-    head = f"{length} tokens at most (limited by {document.bound})."
+    head = f"{length} tokens at most (limited by {bound_in_words(document.bound)})."
     return replace(
         at_longest,
         title=f"{where}: {length} tokens at most",

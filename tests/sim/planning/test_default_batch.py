@@ -37,6 +37,7 @@ def asked(model: str, cluster: str, seq_tokens: int, *, system: str = "any", **p
         (asked("llama3-8b", "h100-1x8", 8 << 10, tp=2, pp=4, subsequences=8), 1),  # subsequences fill the stages
         (asked("gpt-7b", "a800-1x8", 128 << 10, system="sppo"), 1),
         (replace(asked("gpt-7b", "a800-1x8", 4 << 10), micro_batch=2), 16),
+        (asked("gpt-7b", "a800-1x8", 16 << 10, cp_exchange="rsa"), 8),  # which goes with no swapped tokens
         (asked("llama3-8b", "h100-64x8-ndr8", 8 << 10), 512),
         (asked("llama3-70b", "h100-1x8", 8 << 10), 1),
     ],

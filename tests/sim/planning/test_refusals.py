@@ -12,6 +12,7 @@ from memo_sim.contract.errors import Infeasible
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.refusals import NothingDivides
 from memo_sim.planning.space import candidates
+from memo_sim.views.answer_text import longest_text
 from tests.refusals import check_fields
 
 
@@ -54,4 +55,5 @@ def test_a_kernels_integer_limit_is_not_reported_as_divisibility() -> None:
     """At a billion tokens, every layout without a ring exceeds the kernels' 32-bit integers."""
     found = longest(ask("gpt-7b", 1, cp=1), step_tokens=1000 << 20).document
     assert found.bound == "cannot be"
+    assert "(what plans allow)" in longest_text(found)
     assert "32 bits" in found.tried[0].reason
