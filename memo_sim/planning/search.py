@@ -95,7 +95,26 @@ def search(
         result.pruned += len(later) * len(space.policies)
     if result.best is not None or not tried:
         return result
-    return _with_more(result, Space(question, tried), _Search(question, aims, result.passes))
+    found = _with_more(result, Space(question, tried), _Search(question, aims, result.passes))
+    return found if found.best is not None or not found.ranked else _with_nearer(found, question, tried)
+
+
+def _with_nearer(first: SearchResult, question: Question, tried: tuple[Policy, ...]) -> SearchResult:
+    """Return a result without a plan that fits, with the policies of ``tried`` that are nearer, on its nearest layout.
+
+    What is missing, and what would help, is then said of them.
+    """
+    nearest = first.ranked[0]
+    question = replace(question, micro_batch=nearest.decisions.micro_batch)
+    again, space = _Search(question, Aims(), first.passes), Space(question, tried)
+    space.layouts = [layout for layout in space.layouts if layout == nearest.decisions.layout]
+    again.ranking.limit = nearest
+    try:
+        second = again.run(space)
+    except Infeasible:
+        return first
+    nearer = [e for e in second.ranked if e.rank_key < nearest.rank_key]
+    return _merged(first, replace(second, ranked=nearer, evaluated=len(nearer), pruned=0))
 
 
 def _with_more(first: SearchResult, space: Space, again: _Search) -> SearchResult:
@@ -105,8 +124,10 @@ def _with_more(first: SearchResult, space: Space, again: _Search) -> SearchResul
         second = again.run(space)
     except Infeasible:
         return first
-    if second.best is None:
-        return first
+    return first if second.best is None else _merged(first, second)
+
+
+def _merged(first: SearchResult, second: SearchResult) -> SearchResult:
     ranked = sorted([*first.ranked, *second.ranked], key=lambda e: e.rank_key)
     evaluated, pruned = first.evaluated + second.evaluated, first.pruned + second.pruned
     return SearchResult(ranked, evaluated, pruned, first.refused, first.passes, fastest=second.fastest)
@@ -154,8 +175,10 @@ def best_with_more_memory(question: Question, before: SearchResult) -> Evaluated
     later = put_off(question, space.layouts)
     if before.best is not None and before.best.decisions.layout not in later:
         space.layouts = [layout for layout in space.layouts if layout not in later]
-    found = made.run(space).best
-    fitting = [e for e in (before.best, found) if e is not None]
+    found = made.run(space)
+    if found.best is None and before.best is None and (tried := last_resorts(question)):
+        found = _with_more(found, Space(question, tried), _Search(question, Aims(), before.passes))
+    fitting = [e for e in (before.best, found.best) if e is not None]
     return min(fitting, key=lambda e: e.rank_key, default=None)
 
 

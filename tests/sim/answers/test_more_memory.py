@@ -61,7 +61,7 @@ def test_a_gib_that_makes_the_first_plan_fit() -> None:
     device, host = answer.result.more_memory
     assert device.best is not None
     assert host.best is None
-    assert "lets row-wise recompute, attention swapped" in device.text
+    assert "lets full recompute, inputs swapped, MLP in blocks, attention in chunks on" in device.text
 
 
 @pytest.mark.slow
