@@ -94,7 +94,7 @@ def _micro_batches_left_out(question: Question) -> list[LeftOut]:
     if are_searched(question):
         most = SIZES[-1] * question.micro_batch
         tokens = f"{format_tokens(MOST_TOKENS)} tokens a rank{' and subsequence' if question.pins.subsequences else ''}"
-        what += f" except, on the {LAYOUTS} fastest layouts, up to {most} or {tokens}"
+        what += f" except, with the fastest policy on each of the {LAYOUTS} fastest layouts, up to {most} or {tokens}"
     return [LeftOut(what=what, option="--micro-batch")]
 
 
