@@ -622,8 +622,8 @@ class Pins:
     subsequences: int | Literal["auto"] | None = _knob(
         None,
         CountOrAuto(MOST_SUBSEQUENCES),
-        "Number of subsequences that a sequence is cut into; auto: searched. Unless given the system decides, and most"
-        " take one.",
+        "Number of subsequences that a sequence is cut into; auto: searched, which takes many minutes for pipelines and"
+        " a million tokens. Unless given the system decides, and most take one.",
         at="layout",
         labels=(Part("n"),),
     )
