@@ -17,8 +17,8 @@ Plans on PyTorch's allocator that may be the best are played under lower limits 
 Other candidates are pruned because a simpler plan is at least as good (``evaluation.py``).
 
 Where no plan fits, the last resorts of some systems are tried (``System.last_resorts``). They are not tried beside a
-plan that fits: it has allocation retries at most, and a second search would need as long as the first. So a device with
-a little more memory, in which another plan just fits, may have a slower best plan than one without.
+plan that fits: a second search would need as long as the first. So a device with a little more memory, in which another
+plan just fits, may have a slower best plan than one without.
 
 cp beside subsequences is tried before them, and also only where no other plan fits (``layouts.put_off``).
 """
@@ -105,7 +105,6 @@ def _with_nearer(first: SearchResult, question: Question, tried: tuple[Policy, .
     What is missing, and what would help, is then said of them.
     """
     nearest = first.ranked[0]
-    question = replace(question, micro_batch=nearest.decisions.micro_batch)
     again, space = _Search(question, Aims(), first.passes), Space(question, tried)
     space.layouts = [layout for layout in space.layouts if layout == nearest.decisions.layout]
     again.ranking.limit = nearest
