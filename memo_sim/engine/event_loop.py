@@ -1,4 +1,4 @@
-"""The loop over segments: one event per change of the set of busy lanes.
+"""The loop over segments: one event per change of rates.
 
 Whatever is shown is played with SimPy's events. A search plays the same loop without SimPy, or where numba is installed
 the one of ``compiled_loop.py`` (``fast_loop.py``). All give the same numbers to the last bit.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush
+from heapq import heappop, heappush, heapreplace
 
 import numpy as np
 import simpy
@@ -70,7 +70,6 @@ class UsedRates:
         self._used = used
         self._rates = rates
         self._known: dict[int, tuple[float, ...]] = {}
-        self._of_busy: dict[int, tuple[tuple[int, float], ...]] = {}
 
     def __call__(self, busy: int) -> tuple[float, ...]:
         """Return the rate of every lane while those of ``busy`` (bit ``1 << lane``) are busy."""
@@ -82,11 +81,15 @@ class UsedRates:
 
     def of_busy(self, busy: int) -> tuple[tuple[int, float], ...]:
         """Return the busy lanes, each with its rate."""
-        found = self._of_busy.get(busy)
-        if found is None:
-            rates = self(busy)
-            found = self._of_busy[busy] = tuple((lane, rates[lane]) for lane in range(self.lanes) if busy >> lane & 1)
-        return found
+        rates = self(busy)
+        return tuple((lane, rates[lane]) for lane in range(self.lanes) if busy >> lane & 1)
+
+    def after_handover(self, before: int, after: int) -> float:
+        """Return the rate of the lane that is busy only ``after``; 0 where a lane that goes on changes its rate."""
+        rates, later = self(before), self(after)
+        both, new = before & after, after & ~before
+        goes_on = all(rates[lane] == later[lane] for lane in range(self.lanes) if both >> lane & 1)
+        return later[new.bit_length() - 1] if goes_on else 0.0
 
 
 def events(  # noqa: PLR0912, PLR0915 - one loop, with local variables
@@ -94,7 +97,7 @@ def events(  # noqa: PLR0912, PLR0915 - one loop, with local variables
 ) -> Generator[float, float, Clock]:
     """Play the segments; lanes are numbered over all stages.
 
-    Yields the seconds until a segment ends after which a stage's set of busy lanes changes, and is sent the instant.
+    Yields the seconds until a segment ends after which the rates of a stage's lanes change, and is sent the instant.
     """
     bounds, several = segments.lane_bounds.tolist(), segments.several.tobytes()
     targets, target_bounds = array("i", segments.targets.tobytes()), array("i", segments.target_bounds.tobytes())
@@ -116,6 +119,10 @@ def events(  # noqa: PLR0912, PLR0915 - one loop, with local variables
     points = array("d")
     changed: set[int] = set()
     """Stages whose set of busy lanes has changed."""
+    known: dict[int, tuple[tuple[int, float], ...]] = {}
+    """By set of busy lanes: each of them with its rate."""
+    handovers: dict[tuple[int, int], float] = {}
+    """By sets of busy lanes before and after a lane takes over from another: its rate, or 0 (``after_handover``)."""
     now = instant = 0.0
     """When the last segment ended, and when the last event was: rounding may order ends of one event differently."""
     ready = [heads[lane] for lane in range(lanes) if heads[lane] < bounds[lane + 1] and not missing[heads[lane]]]
@@ -139,7 +146,10 @@ def events(  # noqa: PLR0912, PLR0915 - one loop, with local variables
                 rate[lane] = 0.0
         # The rates of busy lanes change. Matched lanes have the lowest of their rates.
         for stage in changed:
-            for own_lane, alone in rates_of.of_busy(busy[stage]):
+            on = busy[stage]
+            if on not in known:
+                known[on] = rates_of.of_busy(on)
+            for own_lane, alone in known[on]:
                 lane, speed = stage * own + own_lane, alone
                 changing = beside.get(lane)
                 if changing is not None:
@@ -176,19 +186,41 @@ def events(  # noqa: PLR0912, PLR0915 - one loop, with local variables
                 missing[target] = more = missing[target] - 1
                 if not more and heads[lane_of[target]] == target:
                     ready.append(target)
-            if not goes_on or ready or lane in beside or group_of[following] >= 0:
+            if lane in beside:
                 break
-            # The lane continues at its rate and the set of busy lanes stays the same, so no event is needed.
+            if goes_on:
+                if ready or group_of[following] >= 0:
+                    break
+                # The lane continues at its rate and the set of busy lanes stays the same, so no event is needed.
+            else:
+                if len(ready) != 1:
+                    break
+                following = ready[0]
+                stage, other = stage_of[lane], lane_of[following]
+                on = busy[stage]
+                after = on & ~bit_of[lane] | bit_of[other]
+                if stage_of[other] != stage or group_of[following] >= 0 or after not in known:
+                    break
+                speed = handovers.get((on, after), -1.0)
+                if speed < 0.0:
+                    speed = handovers[on, after] = rates_of.after_handover(on, after)
+                if not speed:
+                    break
+                # Another lane of the stage takes over and all others keep their rates, so no event is needed either.
+                busy[stage], finish[lane] = after, IDLE
+                lane = other
+                rate[lane] = speed
             start[following] = since[lane] = now
             rest = left[lane] = work_of[following]
             finish[lane] = soon = now + rest / rate[lane]
-            heappush(ends, (soon, lane))
+            heapreplace(ends, (soon, lane))
             if several[following]:
                 points.extend((following, now, rest, rate[lane]))
             while finish[ends[0][1]] != ends[0][0]:
                 heappop(ends)
             soonest, lane = ends[0]
-            now = max(now, soonest)
+            if soonest > now:  # noqa: PLR1730 - a call of max() is slower
+                now = soonest
         finish[lane] = IDLE
         busy[stage_of[lane]] &= ~bit_of[lane]
         changed.add(stage_of[lane])
@@ -201,7 +233,7 @@ def events(  # noqa: PLR0912, PLR0915 - one loop, with local variables
 
 
 def run(segments: Segments, work: Floats, rates_of: UsedRates, groups: Groups) -> Clock:
-    """Play the segments, one SimPy event per change of the set of busy lanes."""
+    """Play the segments, one SimPy event per change of rates."""
     env, playing, found = simpy.Environment(), events(segments, work, rates_of, groups), list[Clock]()
 
     def go_on(event: simpy.Event | None) -> None:

@@ -29,6 +29,14 @@ def _first(finish, soonest, stages, stage, own):
     return found
 
 
+def _alike(rows, own, before, after, row_before, row_after):
+    """Return whether lanes that are busy before and after have equal rates."""
+    for lane in range(own):
+        if (before & after) >> lane & 1 and rows[row_before * own + lane] != rows[row_after * own + lane]:
+            return False
+    return True
+
+
 def advance(  # noqa: PLR0912, PLR0915 - one loop
     stages, own, room,
     bounds, targets, target_bounds, lane_of, several, work,
@@ -111,14 +119,32 @@ def advance(  # noqa: PLR0912, PLR0915 - one loop
                     if missing[target] == 0 and heads[lane_of[target]] == target:
                         reached[found] = target
                         found += 1
-                if not ready or found > 1 or beside[lane] >= 0 or group_of[following] >= 0:
+                if beside[lane] >= 0:
                     break
+                stage = lane // own
+                if ready:
+                    if found > 1 or group_of[following] >= 0:
+                        break
+                else:
+                    if found != 1:
+                        break
+                    following = reached[0]
+                    other, on = lane_of[following], busy[stage]
+                    after = on & ~(1 << lane % own) | 1 << other % own
+                    if other // own != stage or group_of[following] >= 0 or row_of[after] < 0:
+                        break
+                    if not _alike(rows, own, on, after, row_of[on], row_of[after]):
+                        break
+                    busy[stage] = after
+                    finish[lane] = float("inf")
+                    lane = other
+                    rate[lane] = rows[row_of[after] * own + lane % own]
                 start[following] = since[lane] = now
                 left[lane] = work[following]
                 finish[lane] = now + left[lane] / rate[lane]
                 if several[following]:
                     _note(points, count, following, now, left[lane], rate[lane])
-                lane = _first(finish, soonest, stages, lane // own, own) * own
+                lane = _first(finish, soonest, stages, stage, own) * own
                 while finish[lane] != soonest[lane // own]:
                     lane += 1
                 now = max(now, finish[lane])

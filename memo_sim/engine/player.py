@@ -6,8 +6,9 @@ An instruction that takes w seconds alone is w units of work on its lane. While 
 the lane does ``rates(S)[lane]`` units per second. When S changes, the rates are read again and the remaining time is
 rescaled.
 
-A segment (``segments.py``) is at most one event. It is no event when its lane continues and S stays the same. The work
-done on a lane is piecewise linear in time, so the instants between a segment's instructions are interpolated:
+The end of a segment (``segments.py``) is an event, unless its lane continues and S stays the same, or another lane
+takes over and the rates of all others stay the same, as after a collective that compute waits for. The work done on a
+lane is piecewise linear in time, so the instants between a segment's instructions are interpolated:
 
       rate of compute     1.0 |-------|        |-----        work done   w ........./
                           0.8 |       |--------|                           ____----

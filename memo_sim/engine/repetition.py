@@ -51,23 +51,34 @@ class Window:
     """Micro-batches that one repetition stands for."""
 
 
-def played_at_first(layout: Layout, micro_batches: int) -> int:
+def played_at_first(layout: Layout, micro_batches: int, *, replayed: bool = False) -> int:
     """Return the smallest number of micro-batches that shows the period of a schedule.
 
     A pipeline must be full, and then run for two periods. GPipe holds all micro-batches at once, so all are played.
+    Where PyTorch's allocator is ``replayed``, its blocks may settle later than the lanes.
     """
     if layout.pp == 1:
         return min(micro_batches, PLAYED)
     if layout.schedule == "gpipe":
         return micro_batches
+    if layout.schedule == "interleaved":
+        # The period is long: windows of several are left to the second try.
+        periods, longest = (6, 2) if replayed else (4, 1)
+        return _whole_windows(layout, micro_batches, periods * layout.pp, longest)
     full = 2 * layout.pp if layout.schedule == "zero-bubble" else layout.pp
-    periods = 5 * layout.pp if layout.schedule == "interleaved" else full + PLAYED + RECEIVED_AHEAD
-    return whole_windows(layout, micro_batches, periods)
+    return _whole_windows(layout, micro_batches, full + PLAYED + RECEIVED_AHEAD, max(LENGTHS))
 
 
-def whole_windows(layout: Layout, micro_batches: int, played: int) -> int:
-    """Return ``played`` or a few more, so that the other micro-batches fill windows of any length."""
-    most = period_of(layout) * (2 if layout.virtual_stages > 1 else max(LENGTHS))
+def played_again(layout: Layout, micro_batches: int, played: int) -> int:
+    """Return how many micro-batches are played where ``played`` did not become steady."""
+    if layout.schedule == "interleaved":
+        return _whole_windows(layout, micro_batches, 12 * layout.pp, 2)
+    return _whole_windows(layout, micro_batches, 2 * played, max(LENGTHS))
+
+
+def _whole_windows(layout: Layout, micro_batches: int, played: int, longest: int) -> int:
+    """Return ``played`` or a few more, so that the other micro-batches fill windows of up to ``longest`` periods."""
+    most = period_of(layout) * longest
     return micro_batches - max(0, micro_batches - played) // most * most
 
 
@@ -81,10 +92,10 @@ def windows(layout: Layout, stages: Sequence[Sequence[Pass]], beyond: int) -> li
     every = []
     for length in LENGTHS[:1] if layout.pp == 1 else LENGTHS:
         group = period_of(layout) * length
-        # A window may end at any backward that begins a group; the last one that all stages have is best.
-        one = period_of(layout) * layout.virtual_stages * layout.subsequences
-        step = one * length
-        for last in range(min(len(m) - 1 for m in marks) // one * one, 2 * step - 1, -one):
+        # A window may end at any backward that begins a chunk's group; the last one that all stages have is best.
+        chunk = period_of(layout) * layout.subsequences
+        step = chunk * layout.virtual_stages * length
+        for last in range(min(len(m) - 1 for m in marks) // chunk * chunk, 2 * step - 1, -chunk):
             found = [Window(m[last - 2 * step], m[last - step], m[last], group) for m in marks]
             if layout.pp == 1 or all(_repeats(p, w) for p, w in zip(stages, found, strict=True)):
                 every += [found] if beyond % group == 0 else []

@@ -29,7 +29,7 @@ from memo_sim.engine.event_loop import Rates, run
 from memo_sim.engine.memory import Memory
 from memo_sim.engine.playback import Floats, Playback
 from memo_sim.engine.player import Loop, play_stages
-from memo_sim.engine.repetition import played_at_first, whole_windows, windows
+from memo_sim.engine.repetition import played_again, played_at_first, windows
 from memo_sim.engine.stage_run import ALLOCATOR, HOST, Prices, StageRun
 from memo_sim.engine.stalls import ROUNDING, bubble, peers, summed
 from memo_sim.program.analysis.columns import InstructionColumns
@@ -68,7 +68,7 @@ def simulate(
 
     By default, enough micro-batches are played to show the schedule's period, and the period is repeated
     (``repetition.py``). ``micro_batches_played`` sets their number (at least that many, or all). When a pipeline has
-    not become steady, it is simulated again with twice as many. If it still is not steady, its step time is an estimate
+    not become steady, it is simulated again with more of them. If it still is not steady, its step time is an estimate
     (``Simulation.steady``). ``loop``: what plays the program; a search may use ``fast_loop.run_fast``, whose result is
     the same to the last bit. ``begun``: the same plan from ``memory_alone``, which is played now.
 
@@ -86,9 +86,11 @@ def simulate(
         plays=True,
     )
     if not (micro_batches_played or simulation.steady):
-        twice, parts = 2 * simulation.stages[0].program.micro_batches, {**simulation.parts, "loop": loop}
+        played = simulation.stages[0].program.micro_batches
+        more = played_again(decisions.layout, decisions.micro_batches, played)
+        parts = {**simulation.parts, "loop": loop}
         del begun, simulation  # two of them would need twice the memory
-        simulation = _again(whole_windows(decisions.layout, decisions.micro_batches, twice), parts)
+        simulation = _again(more, parts)
     return simulation.predicted() if predict else simulation
 
 
@@ -123,7 +125,8 @@ def _begin(
             wanted=f"at most the {cluster.devices} of {cluster.name}",
             hint="another --cluster, or smaller degrees of parallelism",
         )
-    played = min(decisions.micro_batches, micro_batches_played or played_at_first(layout, decisions.micro_batches))
+    enough = played_at_first(layout, decisions.micro_batches, replayed=decisions.memory_policy != "planned")
+    played = min(decisions.micro_batches, micro_batches_played or enough)
     local_devices = min(cluster.devices_per_node, layout.devices)
     prices = Pricer(hardware, cluster, layout, rowwise=decisions.kernels.rowwise)
     return Simulation(

@@ -222,8 +222,9 @@ class StagesAlone:
             Infeasible: when the plan cannot be lowered.
         """
         shape, stage = shape_of(decisions), stages_of(decisions)[-1]
-        played, made = played_at_first(decisions.layout, decisions.micro_batches), cached_templates(decisions, shape)
-        program = stage_program(decisions, shape, stage, played, made=made)
+        replayed = decisions.memory_policy != "planned"
+        played = played_at_first(decisions.layout, decisions.micro_batches, replayed=replayed)
+        program = stage_program(decisions, shape, stage, played, made=cached_templates(decisions, shape))
         memory = memory_of(program, fold(program), decisions, self._hardware, self._cluster)
         reserve_bytes = sum(int(quantity.value) for quantity in self._hardware.reserve_bytes.values())
         return memory.device_total_bytes - reserve_bytes

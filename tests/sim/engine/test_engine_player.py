@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memo_sim.contract.errors import MemoError
-from memo_sim.contract.plan import Decisions
-from memo_sim.engine import player, segments
-from memo_sim.engine.event_loop import Rates
-from memo_sim.engine.playback import Playback
-from memo_sim.engine.player import play
+from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.engine import event_loop, player, segments
+from memo_sim.engine.event_loop import Clock, Groups, Rates, UsedRates
+from memo_sim.engine.playback import Floats, Playback
+from memo_sim.engine.player import Part, play, play_stages
+from memo_sim.engine.segments import Segments
 from memo_sim.program.analysis import edges
 from memo_sim.program.analysis.columns import Columns, expand
 from memo_sim.program.analysis.edges import Edges, derive_edges
@@ -116,11 +117,16 @@ def test_a_wait_is_for_the_producer_that_ends_last(decisions: Decisions, seed: i
     assert found == list(zip(*(column.tolist() for column in columns), strict=True))
 
 
-@given(decisions=small_decisions(), seed=st.integers(0, 99))
-@settings(max_examples=25, deadline=None)
-def test_rates_follow_the_busy_lanes(decisions: Decisions, seed: int) -> None:
+def slowed_by_compute(busy: int) -> tuple[float, ...]:
+    """Compute slows every other lane; collectives and copies slow none."""
+    return tuple(0.5 if lane is not Lane.COMPUTE and busy >> Lane.COMPUTE & 1 else 1.0 for lane in Lane)
+
+
+@given(decisions=small_decisions(), seed=st.integers(0, 99), rates=st.sampled_from([contended, slowed_by_compute]))
+@settings(max_examples=50, deadline=None)
+def test_rates_follow_the_busy_lanes(decisions: Decisions, seed: int, rates: Rates) -> None:
     """The integral of a lane's rate over an instruction's span is the instruction's work."""
-    playback, seconds = played(decisions, contended, seed)
+    playback, seconds = played(decisions, rates, seed)
     start, end, lane = playback.start_s, playback.end_s, playback.columns.lane
     instants = np.unique(np.concatenate((start, end)))
     middle = (instants[:-1] + instants[1:]) / 2
@@ -129,7 +135,7 @@ def test_rates_follow_the_busy_lanes(decisions: Decisions, seed: int) -> None:
         mine = lane == each
         running = np.searchsorted(np.sort(start[mine]), middle) > np.searchsorted(np.sort(end[mine]), middle)
         busy |= running.astype(np.int64) << int(each)
-    rate = np.array([contended(int(b)) for b in busy])
+    rate = np.array([rates(int(b)) for b in busy])
     done = np.vstack((np.zeros(len(Lane)), np.cumsum(rate * np.diff(instants)[:, None], axis=0)))
     first, last = np.searchsorted(instants, start), np.searchsorted(instants, end)
     np.testing.assert_allclose(done[last, lane] - done[first, lane], seconds, rtol=1e-9, atol=1e-12)
@@ -178,3 +184,28 @@ def test_a_program_without_instructions_takes_no_time() -> None:
     none = np.zeros(0, dtype=np.int64)
     empty = Columns(*[none for _ in columns.__dataclass_fields__])
     assert play(empty, Edges(none, none), np.zeros(0), alone).span_s == 0
+
+
+@pytest.mark.parametrize(("rates", "everyone"), [(alone, False), (slowed_by_compute, True)])
+def test_what_compute_waits_for_is_an_event_only_where_it_changes_a_rate(rates: Rates, everyone: bool) -> None:
+    """In a forward, compute and TP take over from each other, while nothing or a copy goes on beside them."""
+    columns = expand(lower(decide(("none", 1.0 if everyone else 0.0), layout=Layout(tp=2, sequence_parallel=True)))[0])
+    edges = derive_edges(columns)
+    ends = []
+
+    def counting(segments: Segments, work: Floats, rates_of: UsedRates, groups: Groups) -> Clock:
+        playing, instant = event_loop.events(segments, work, rates_of, groups), 0.0
+        try:
+            wait_s = next(playing)
+            while True:
+                instant += wait_s
+                ends.append(instant)
+                wait_s = playing.send(instant)
+        except StopIteration as ended:
+            clock: Clock = ended.value
+            return clock
+
+    seconds = np.where(columns.lane == Lane.D2H, 1e3, 1.0)  # copies never end while the forward runs
+    (playback,) = play_stages([Part(columns, edges, lambda: seconds)], rates, loop=counting)
+    collectives = np.flatnonzero(columns.lane == Lane.TP)[1:5]  # the first one makes a set of busy lanes known
+    assert np.isin(playback.end_s[collectives], ends).tolist() == 4 * [everyone]

@@ -131,7 +131,7 @@ def test_a_repeated_window_equals_full_play(policy: tuple[str, float], layout: L
     assert drift < 2e-3
     assert a.step_s == pytest.approx(b.step_s, rel=1e-9 if short.steady else max(1e-4, 2 * drift))
     if layout.schedule != "gpipe":
-        assert short.program.micro_batches <= 2 * 5 * layout.pp + 8
+        assert short.program.micro_batches <= 12 * layout.pp + 8
     assert (a.peak_device_bytes, a.peak_by_class) == (b.peak_device_bytes, b.peak_by_class)
     assert a.peak_host_bytes_per_node == b.peak_host_bytes_per_node
     for one, other in zip(short.stages, full.stages, strict=True):
@@ -150,7 +150,7 @@ def test_equal_stages_are_seen_to_be_steady(layout: Layout) -> None:
 
 
 def test_of_many_micro_batches_a_pipelines_filling_and_two_periods_are_played() -> None:
-    """The period shows with p + 5 micro-batches for 1F1B, 2p + 5 for ZB-H1, 5p interleaved; a few more fill windows."""
+    """The period shows with p + 5 micro-batches for 1F1B, 2p + 5 for ZB-H1, 4p interleaved; a few more fill windows."""
     whole = run(Layout(), 1).prediction.step_s
     one = run(Layout(pp=8), 512)
     assert (one.steady, one.program.micro_batches) == (True, 16)
@@ -158,7 +158,7 @@ def test_of_many_micro_batches_a_pipelines_filling_and_two_periods_are_played() 
     zero = run(Layout(pp=8, schedule="zero-bubble"), 512)
     assert (zero.steady, zero.program.micro_batches) == (True, 24)
     interleaved = run(Layout(pp=4, schedule="interleaved", virtual_stages=2), 512)
-    assert (interleaved.steady, interleaved.program.micro_batches) == (True, 24)
+    assert (interleaved.steady, interleaved.program.micro_batches) == (True, 16)
     assert interleaved.prediction.step_s == pytest.approx((512 + 3 / 2) * whole / 4, rel=1e-9)
 
 
@@ -309,7 +309,7 @@ def test_micro_batches_of_one_period_reserve_as_much_as_the_whole_step(schedule:
     chunks = 2 if schedule == "interleaved" else 1
     layout = Layout(tp=2, sequence_parallel=True, pp=4, schedule=schedule, virtual_stages=chunks)
     decisions = Decisions(model=model, layout=layout, seq_tokens=4096, global_batch=32, memory_policy="eager")
-    few, whole = (lower(decisions, micro_batches=n) for n in (played_at_first(layout, 32), 32))
+    few, whole = (lower(decisions, micro_batches=n) for n in (played_at_first(layout, 32, replayed=True), 32))
     reserved = [
         [memory_of(p, expand(p), decisions, hardware, cluster).caching.replay.reserved_peak_bytes for p in (one, all_)]
         for one, all_ in zip(few, whole, strict=True)
