@@ -319,6 +319,11 @@ class Simulation:
         return programs if programs[0].micro_batches == self.decisions.micro_batches else lower(self.decisions)
 
     @property
+    def instruction_count(self) -> int:
+        """Instructions of all stages in the whole step."""
+        return sum(int(stage.weights.sum()) for stage in self.stages)
+
+    @property
     def instructions_played(self) -> int:
         """Instructions of all stages as played, the repeated ones once."""
         return sum(len(stage.columns.lane) for stage in self.stages)

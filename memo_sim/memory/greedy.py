@@ -10,11 +10,14 @@ Each buffer takes the lowest gap between placed buffers that are live at the sam
     wide_large   the longest life (rounded to powers of two), then the largest
     breadth      the buffers that live in the fullest instants
 
-Where there are many buffers, an order takes seconds, and ``breadth`` comes first: on four interleaved pipelines of
+First fit compares each buffer with all placed ones. In the order ``birth`` it does not need to: a list of the free
+ranges is enough (``by_birth``), and takes 4 us a buffer.
+
+Where there are many buffers, another order takes seconds, and ``breadth`` comes first: on four interleaved pipelines of
 25,000 to 49,000 buffers it ended 0.05 to 0.33 % above the lower bound, the others up to 7 %.
 
-First fit compares each buffer with all placed ones. Where the clock cuts the first order of many buffers short, they
-are placed by ``in_size_classes`` instead, which takes time in proportion to their number.
+Where the clock cuts the first order of many buffers short, they are placed by ``in_size_classes`` instead, which takes
+time in proportion to their number.
 
 Pisarchyk and Lee (arXiv 2001.03288) and XLA's heap simulator use the same family of orders.
 """
@@ -26,6 +29,7 @@ import heapq
 import numpy as np
 
 from memo_sim.memory.problem import Clock, Ints, Problem
+from memo_sim.program.arena.first_fit import ALIGNMENT_BYTES, FirstFit
 
 CERTAIN = 2_000
 """Up to so many buffers an order is never cut short: it takes a tenth of a second."""
@@ -56,7 +60,8 @@ def solve_greedy(problem: Problem, clock: Clock, incumbent: Ints | None) -> Ints
     for order in sorted(ORDERS, key="breadth".__ne__) if problem.count >= MANY else ORDERS:
         if best is not None and most is not None and (most <= problem.lower_bound or clock.left_s == 0):
             break
-        offsets = first_fit(problem, order_of(problem, order), within)
+        chosen = order_of(problem, order)
+        offsets = by_birth(problem, chosen, within) if order == "birth" else first_fit(problem, chosen, within)
         if offsets is None:
             break
         peak = problem.peak(offsets)
@@ -130,6 +135,28 @@ def first_fit(problem: Problem, order: Ints, clock: Clock | None = None) -> Ints
     """
     offsets = np.zeros(problem.count, dtype=np.int64)
     return offsets if fitted(problem, order, offsets, clock=clock) == len(order) else None
+
+
+def by_birth(problem: Problem, order: Ints, clock: Clock | None = None) -> Ints | None:
+    """Return what ``first_fit`` returns for the order ``birth``, from a list of the free ranges.
+
+    All placed buffers are older, so those that live on at a birth are those that live beside the new one.
+    """
+    space, offsets = FirstFit(), np.zeros(problem.count, dtype=np.int64)
+    ends: list[tuple[int, int, int]] = []  # death, offset and size
+    rows = (order.tolist(), problem.lower[order].tolist(), problem.upper[order].tolist(), problem.size[order].tolist())
+    for number, (buffer, lower, upper, size) in enumerate(zip(*rows, strict=True)):
+        if clock is not None and number % LOOK == 0 and clock.left_s == 0:
+            return None
+        while ends and ends[0][0] <= lower:
+            _, offset, length = heapq.heappop(ends)
+            space.give(offset, length)
+        if size:
+            found = space.take(size * ALIGNMENT_BYTES)
+            assert found is not None  # without a limit there is room
+            offsets[buffer] = found // ALIGNMENT_BYTES
+            heapq.heappush(ends, (upper, found, size * ALIGNMENT_BYTES))
+    return offsets
 
 
 def fitted(

@@ -8,6 +8,7 @@ from memo_sim.contract.errors import MemoError, UsageError, did_you_mean
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.requests import Requests
 from memo_sim.memory.bilevel import BilevelPlan, plan_bilevel
+from memo_sim.memory.greedy import by_birth, order_of
 from memo_sim.memory.portfolio import SOLVERS, Portfolio
 from memo_sim.memory.problem import Clock, Ints, Problem, problem_of
 from memo_sim.memory.reduction import solve_decomposed
@@ -61,12 +62,20 @@ def place(
     asked = replace(problem, enough=enough_bytes // problem.unit_bytes)
     portfolio = Portfolio(TECHNIQUES.get(solver, ("greedy", solver)), most_nodes=most_nodes)
     offsets = _place_repeated(problem, clock, portfolio)
+    if offsets is None and enough_bytes:
+        offsets = _enough_by_birth(asked, clock)
     if offsets is None or (problem.count <= FEW and problem.peak(offsets) > asked.lower_bound):
         found = solve_decomposed(asked, clock, offsets, portfolio)
         offsets = offsets if found is None else found
     if offsets is None:
         raise MemoError("no technique placed the buffers (a bug)", got=solver)
     return _checked(requests, problem, offsets, "+".join(portfolio.found_by) or "greedy", clock)
+
+
+def _enough_by_birth(asked: Problem, clock: Clock) -> Ints | None:
+    """Return offsets in the order of births, by far the fastest to find, if they are enough; else None."""
+    offsets = by_birth(asked, order_of(asked, "birth"), clock)
+    return None if offsets is None or asked.peak(offsets) > asked.lower_bound else offsets
 
 
 def _place_repeated(problem: Problem, clock: Clock, portfolio: Portfolio) -> Ints | None:

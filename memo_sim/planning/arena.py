@@ -54,7 +54,7 @@ class Arena:
 
 def arena_of(simulation: Simulation) -> Arena:
     """Return the arena of a plan whose live bytes fit; its prediction is gpu_oom when the arena does not fit."""
-    whole = sum(program.instruction_count for program in simulation.full_programs) <= MOST_INSTRUCTIONS
+    whole = simulation.instruction_count <= MOST_INSTRUCTIONS
     program = simulation.full_program if whole else simulation.fullest.program
     memory = simulation.memory
     requests = arena_requests(program, simulation.decisions)

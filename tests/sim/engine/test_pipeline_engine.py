@@ -134,6 +134,7 @@ def test_a_repeated_window_equals_full_play(policy: tuple[str, float], layout: L
         assert short.program.micro_batches <= 12 * layout.pp + 8
     assert (a.peak_device_bytes, a.peak_by_class) == (b.peak_device_bytes, b.peak_by_class)
     assert a.peak_host_bytes_per_node == b.peak_host_bytes_per_node
+    assert short.instruction_count == full.instruction_count == full.instructions_played
     for one, other in zip(short.stages, full.stages, strict=True):
         assert (one.moved_bytes, one.sent_bytes) == (other.moved_bytes, other.sent_bytes)
         assert one.compute_s == pytest.approx(other.compute_s, rel=1e-12)
