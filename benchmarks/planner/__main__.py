@@ -1,19 +1,26 @@
 """Plays a few plans in SimPy's loop and in numba's, and times lowering and analysis beside them.
 
     python -m benchmarks.planner [--rounds 3]
+    python -m benchmarks.planner --fresh 5         one evaluation of the 530B plan in each of five new processes
 
 Seconds are CPU seconds of this process, the best of several rounds; the ratio is of the two loops in the same round's
-plan. Both loops must give the same numbers, or the run ends with an error. It needs the extra ``fast``.
+plan. All loops must give the same numbers, or the run ends with an error. It needs the extra ``fast``.
+
+``--fresh`` prints the median seconds of whole processes, from their start to their end, and their peak memory: with
+numba and as if it were not installed, played with SimPy's events as answers are, and without them as a search does.
 """
 
 from __future__ import annotations
 
 import argparse
+import resource
+import statistics
+import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -23,14 +30,20 @@ from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.engine import event_loop
 from memo_sim.engine.event_loop import Clock
-from memo_sim.engine.player import Loop
+from memo_sim.engine.fast_loop import run_fast
 from memo_sim.engine.simulate import Simulation, simulate
 from memo_sim.planning.question import with_memory
 from memo_sim.program.analysis.columns import fold
 from memo_sim.program.analysis.edges import derive_edges
 from memo_sim.program.lower import lower
 
+if TYPE_CHECKING:  # importing it needs numba
+    from memo_sim.engine.compiled_loop import CompiledLoop
+
 Result = TypeVar("Result")
+
+HUGE = "gpt-530b, 2K, tp8 pp35 v3 dp8, 2,240"
+"""The plan that ``--fresh`` evaluates: 280 micro-batches."""
 
 
 def plans() -> dict[str, Decisions]:
@@ -45,7 +58,7 @@ def plans() -> dict[str, Decisions]:
     return {
         "gpt-65b, 1M, tp8 cp8, alpha 0.5": split,
         "llama3-70b, 8K, tp2 pp16 dp2, 1,024": decisions(llama, pipeline, 8192, 1024),
-        "gpt-530b, 2K, tp8 pp35 v3 dp8, 2,240": decisions(huge, interleaved, 2048, 2240),
+        HUGE: decisions(huge, interleaved, 2048, 2240),
     }
 
 
@@ -75,7 +88,7 @@ class Timed:
         return result
 
 
-def measure(plan: Decisions, compiled: Loop, rounds: int) -> tuple[Timed, int]:
+def measure(plan: Decisions, compiled: CompiledLoop, rounds: int) -> tuple[Timed, int]:
     """Return the seconds of every part of a plan's evaluation, and the number of segments."""
     cluster, hardware = load_cluster("a800-8x8")
     cluster = msgspec.structs.replace(cluster, nodes=4096)
@@ -86,9 +99,10 @@ def measure(plan: Decisions, compiled: Loop, rounds: int) -> tuple[Timed, int]:
         nonlocal segments
         segments = len(asked[1])
         slow, fast = timed("simpy", lambda: event_loop.run(*asked)), timed("numba", lambda: compiled(*asked))
+        driven = timed("simpy and numba", lambda: compiled.with_simpy(*asked))
         for name in ("start", "end", "heads"):
-            if not np.array_equal(getattr(slow, name), getattr(fast, name)):
-                sys.exit(f"the two loops differ in {name}")
+            if not all(np.array_equal(getattr(slow, name), getattr(each, name)) for each in (fast, driven)):
+                sys.exit(f"the loops differ in {name}")
         return fast
 
     for _ in range(rounds):
@@ -104,11 +118,53 @@ def _parts(whole: Simulation, timed: Timed) -> None:
     timed("edges", lambda: [derive_edges(each) for each in columns])
 
 
+def evaluate(name: str) -> None:
+    """Evaluate one plan in this process, and print its step and the peak memory in MiB."""
+    cluster, hardware = load_cluster("a800-280x8")
+    loop = run_fast.with_simpy if name == "simpy" else run_fast
+    found = simulate(plans()[HUGE], hardware, cluster, loop=loop).prediction
+    sys.stdout.write(f"{found.step_s} {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10}\n")
+
+
+def fresh(runs: int) -> None:
+    """Print one row for each way to evaluate the plan."""
+    write = sys.stdout.write
+    write("| one evaluation | step s | median s | best s | MiB |\n|---|---|---|---|---|\n")
+    for numba in ("numba", "no numba"):
+        for loop in ("simpy", "search"):
+            seconds, said = [], ""
+            for _ in range(runs + 1):  # the first one may compile
+                began = time.perf_counter()
+                said = subprocess.check_output(
+                    [sys.executable, "-m", "benchmarks.planner", "--evaluate", loop, "--with", numba], text=True
+                )
+                seconds.append(time.perf_counter() - began)
+            step, mib = said.split()
+            row = f"{statistics.median(seconds[1:]):.2f} | {min(seconds[1:]):.2f}"
+            write(f"| {numba}, {loop} | {step} | {row} | {mib} |\n")
+            sys.stdout.flush()
+
+
 def main() -> None:
     """Print one row a plan."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--fresh", type=int)
+    parser.add_argument("--evaluate", choices=("simpy", "search"), help=argparse.SUPPRESS)
+    parser.add_argument("--with", dest="numba", choices=("numba", "no numba"), help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.numba == "no numba":
+        sys.modules["numba"] = None  # type: ignore[assignment]
+    if asked.evaluate:
+        evaluate(asked.evaluate)
+    elif asked.fresh:
+        fresh(asked.fresh)
+    else:
+        compare(asked.rounds)
+
+
+def compare(rounds: int) -> None:
+    """Print one row a plan."""
     try:
         from memo_sim.engine.compiled_loop import CompiledLoop
 
@@ -116,15 +172,17 @@ def main() -> None:
     except ImportError:
         sys.exit("numba is not installed: pip install '.[fast]'")
     write = sys.stdout.write
-    write("| plan | segments | SimPy s | numba s | ratio | lower s | fold s | edges s | the rest s |\n")
-    write("|---|---|---|---|---|---|---|---|---|\n")
+    write(
+        "| plan | segments | SimPy s | SimPy, numba s | numba s | ratio | lower s | fold s | edges s | the rest s |\n"
+    )
+    write("|---|---|---|---|---|---|---|---|---|---|\n")
     for name, plan in plans().items():
         timed, segments = measure(plan, compiled, rounds)
         own = timed.seconds
-        loops = own["simpy"], own["numba"]
+        loops = own["simpy"], own["simpy and numba"], own["numba"]
         parts = [own[part] for part in ("lower", "fold", "edges")]
         rest = own["all"] - sum(loops) - sum(parts)
-        cells = [f"{loops[0]:.3f}", f"{loops[1]:.3f}", f"{loops[0] / loops[1]:.1f}"]
+        cells = [*(f"{seconds:.3f}" for seconds in loops), f"{loops[0] / loops[2]:.1f}"]
         cells += [f"{seconds:.3f}" for seconds in (*parts, rest)]
         write(f"| {name} | {segments:,} | {' | '.join(cells)} |\n")
         sys.stdout.flush()

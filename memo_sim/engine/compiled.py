@@ -70,4 +70,5 @@ class Compiled(Generic[Twin]):
         except Exception as error:  # numba also fails when its code cannot be kept
             reason = f"{type(error).__name__}: {error}"
             logger = logging.getLogger(__name__)
-            logger.debug("%s is not compiled, because numba does not work: %s", self._plain.__qualname__, reason)
+            name = getattr(self._plain, "__qualname__", type(self._plain).__qualname__)
+            logger.debug("%s is not compiled, because numba does not work: %s", name, reason)

@@ -1,7 +1,7 @@
 """The loop over segments: one event per change of rates.
 
-Whatever is shown is played with SimPy's events. A search plays the same loop without SimPy, or where numba is installed
-the one of ``compiled_loop.py`` (``fast_loop.py``). All give the same numbers to the last bit.
+Whatever is shown is played with SimPy's events. A search plays without SimPy. Where numba is installed and pays, both
+use the loop of ``compiled_loop.py`` (``fast_loop.py``). All give the same numbers to the last bit.
 """
 
 from __future__ import annotations
@@ -234,7 +234,12 @@ def events(  # noqa: PLR0912, PLR0915 - one loop, with local variables
 
 def run(segments: Segments, work: Floats, rates_of: UsedRates, groups: Groups) -> Clock:
     """Play the segments, one SimPy event per change of rates."""
-    env, playing, found = simpy.Environment(), events(segments, work, rates_of, groups), list[Clock]()
+    return driven_by_simpy(events(segments, work, rates_of, groups))
+
+
+def driven_by_simpy(playing: Generator[float, float, Clock]) -> Clock:
+    """Return what ``playing`` returns; what it yields becomes SimPy's events."""
+    env, found = simpy.Environment(), list[Clock]()
 
     def go_on(event: simpy.Event | None) -> None:
         try:

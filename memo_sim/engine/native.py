@@ -26,8 +26,9 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-SYMBOL = "native"
-"""What a function is called inside its object code."""
+SYMBOL, PACKED = "native", "packed"
+"""What a function is called inside its object code, and what calls it there with all arguments from one array: ctypes
+would convert each of them in every call."""
 
 NUMBER = "int64"
 """The type of the numbers that a function is called with and that it returns."""
@@ -89,13 +90,7 @@ class Native:
         """Holds the code in memory."""
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(_object_code(source, compiles=compiles)))
         self._engine.finalize_object()
-        types = [
-            type_
-            for each in source.arguments
-            for type_ in (ctypes.c_int64 if each == NUMBER else ctypes.c_void_p, *_dimensions(each) * [ctypes.c_int64])
-        ]
-        made = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, *types)
-        self._call = made(self._engine.get_function_address(SYMBOL))
+        self._call = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)(self._engine.get_function_address(PACKED))
 
     def bound(self, *arguments: int | NDArray[Any]) -> Bound:
         """Return a call of the code with these arguments.
@@ -117,7 +112,9 @@ class Bound:
         """``passed``: the arguments, with addresses in place of arrays."""
         self._holds = native, arguments  # the code and the arrays are in memory for as long as this is
         self._result, self._raised = ctypes.c_int64(), ctypes.c_void_p()
-        self._call, self._passed = call, (ctypes.addressof(self._result), ctypes.addressof(self._raised), *passed)
+        every = (ctypes.addressof(self._result), ctypes.addressof(self._raised), *passed)
+        self._packed = (ctypes.c_int64 * len(every))(*every)
+        self._call, self._address = call, ctypes.addressof(self._packed)
 
     def __call__(self) -> int:
         """Run the code, and return its number.
@@ -125,7 +122,7 @@ class Bound:
         Raises:
             RuntimeError: where the function raised something; what, only numba's runtime knows.
         """
-        status = self._call(*self._passed)
+        status = self._call(self._address)
         if status:
             raise RuntimeError(f"native code ended with status {status}, and not with 0: its function raised something")
         return self._result.value
@@ -275,8 +272,20 @@ def _compiled(source: Source) -> bytes:
     if outside:
         trap = "call void @llvm.trap()\n unreachable"
         module.link_in(llvm.parse_assembly(f"declare void @llvm.trap()\ndefine void @{LET_GO}(ptr %0) {{\n {trap}\n}}"))
+    module.link_in(llvm.parse_assembly(_packed([str(each.type) for each in itself.arguments])))
     code: bytes = _target_machine().emit_object(module)
     return code
+
+
+def _packed(types: Sequence[str]) -> str:
+    """Return a function in LLVM's language that calls the native one with numbers and addresses from an array."""
+    loads = (
+        f" %at{number} = getelementptr i64, ptr %packed, i64 {number}\n %value{number} = load {type_}, ptr %at{number}"
+        for number, type_ in enumerate(types)
+    )
+    given = ", ".join(f"{type_} %value{number}" for number, type_ in enumerate(types))
+    body = "\n".join((*loads, f" %status = call i32 @{SYMBOL}({given})", " ret i32 %status"))
+    return f"declare i32 @{SYMBOL}({', '.join(types)})\ndefine i32 @{PACKED}(ptr %packed) {{\n{body}\n}}"
 
 
 def _entry(arguments: Sequence[str]) -> str:

@@ -38,7 +38,7 @@ def _alike(rows, own, before, after, row_before, row_after):
 
 
 def advance(  # noqa: PLR0912, PLR0915 - one loop
-    stages, own, room,
+    stages, own, room, stepwise,
     bounds, targets, target_bounds, lane_of, several, work,
     group_of, group_bounds, members,
     row_of, rows,
@@ -48,11 +48,12 @@ def advance(  # noqa: PLR0912, PLR0915 - one loop
     """Play until a set of busy lanes has no row in ``rows``, and return that set; at the end return -1.
 
     Where ``points`` have ``room`` rows, it returns -2 before it changes a lane's rate. A later call goes on from there,
-    because what it does again until then changes nothing.
+    because what it does again until then changes nothing. If ``stepwise``, it returns -3 before every event and goes on
+    from there in a later call, once the caller has written the event's instant.
 
     There are ``stages`` with ``own`` lanes each. ``clock``: the event's instant, the instant up to which segments have
-    ended, and 1 once lanes have begun. ``reached``: space for one number more than there are lanes. ``count``: the rows
-    of ``points``.
+    ended, 1 once lanes have begun and 2 before an event of the caller's, and the seconds until that event.
+    ``reached``: space for one number more than there are lanes. ``count``: the rows of ``points``.
     """
     lanes = stages * own
     while True:
@@ -102,7 +103,14 @@ def advance(  # noqa: PLR0912, PLR0915 - one loop
                 lane += 1
             if finish[lane] == float("inf"):
                 return -1
-            clock[0] += max(0.0, finish[lane] - clock[0])
+            wait_s = max(0.0, finish[lane] - clock[0])
+            if not stepwise:
+                clock[0] += wait_s
+            elif clock[2] == 1.0:
+                clock[2], clock[3] = 2.0, wait_s
+                return -3
+            else:
+                clock[2] = 1.0
             now = clock[0]
             while True:
                 segment = heads[lane]

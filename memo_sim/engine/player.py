@@ -1,6 +1,6 @@
 """Plays programs: serial lanes in program order, edges between them, and rates that fall under contention.
 
-The loop over events is SimPy's (``event_loop.py``), or one that gives the same numbers (``fast_loop.py``).
+The loop over events is driven by SimPy (``event_loop.py``), or is one that gives the same numbers (``fast_loop.py``).
 
 An instruction that takes w seconds alone is w units of work on its lane. While the set S of lanes is busy on its rank,
 the lane does ``rates(S)[lane]`` units per second. When S changes, the rates are read again and the remaining time is

@@ -25,7 +25,8 @@ from memo_sim.contract.plan import Decisions, Prediction, Stall
 from memo_sim.contract.trace import Trace
 from memo_sim.contract.units import format_bytes
 from memo_sim.costs.pricing import NodeRates, Pricer
-from memo_sim.engine.event_loop import Rates, run
+from memo_sim.engine.event_loop import Rates
+from memo_sim.engine.fast_loop import run_fast
 from memo_sim.engine.memory import Memory
 from memo_sim.engine.playback import Floats, Playback
 from memo_sim.engine.player import Loop, play_stages
@@ -61,7 +62,7 @@ def simulate(
     rates: Rates | None = None,
     micro_batches_played: int | None = None,
     predict: bool = True,
-    loop: Loop = run,
+    loop: Loop = run_fast.with_simpy,
     begun: Simulation | None = None,
 ) -> Simulation:
     """Return ``decisions`` simulated on ``cluster``; without ``predict``, the prediction is computed on first use.
@@ -94,7 +95,9 @@ def simulate(
     return simulation.predicted() if predict else simulation
 
 
-def memory_alone(decisions: Decisions, hardware: Hardware, cluster: Cluster, *, loop: Loop = run) -> Simulation:
+def memory_alone(
+    decisions: Decisions, hardware: Hardware, cluster: Cluster, *, loop: Loop = run_fast.with_simpy
+) -> Simulation:
     """Return ``decisions`` simulated as far as its memory shows; nothing is priced or played.
 
     Of a plan that fits, only the memory is known until ``simulate`` goes on with it; ``loop`` then plays it.
@@ -179,7 +182,7 @@ class Simulation:
         programs: tuple[Program, ...],
         pricer: Prices,
         rates: Rates,
-        loop: Loop = run,
+        loop: Loop = run_fast.with_simpy,
         plays: bool = True,
     ) -> None:
         """``plays``: whether the plan is played at once, if it fits."""
@@ -346,10 +349,10 @@ class Simulation:
         """
         played = self.__dict__.get("playbacks", [])
         if not all(playback.by_simpy for playback in played):
-            pairs = zip(played, self._played(run), strict=True)
+            pairs = zip(played, self._played(run_fast.with_simpy), strict=True)
             if not all(np.array_equal(a.start_s, b.start_s) and np.array_equal(a.end_s, b.end_s) for a, b in pairs):
                 return simulate(self.decisions, self.hardware, self.cluster, pricer=self._pricer, rates=self._rates)
-        self._loop = run
+        self._loop = run_fast.with_simpy
         return self
 
     def _played(self, loop: Loop) -> list[Playback]:

@@ -22,6 +22,7 @@ MOST_FAULTS = 20
 MOST_PAIRS = 10**8
 """Pairs of living buffers that are compared one by one: about a second."""
 PAIRS_AT_ONCE = 2**20
+PIECES_AT_ONCE = 2**16
 CHUNK = 512
 """Most neighbours in one of the sorted lists of living buffers."""
 MOST_COUNTED = 2**62
@@ -161,11 +162,19 @@ def _take_turns(placement: Placement, *, most: int) -> bool:
     count = np.searchsorted(cuts, end) - first
     if int(count.sum()) > most:
         return False
-    slot = np.repeat(np.arange(len(order)), count)
-    piece = np.arange(len(slot)) - np.repeat(np.cumsum(count) - count - first, count)
-    by_piece = np.argsort(piece, kind="stable")  # in each piece by birth
-    slot, piece = slot[by_piece], piece[by_piece]
-    return not bool(((piece[1:] == piece[:-1]) & (lower[slot[1:]] < upper[slot[:-1]])).any())
+    # Numbers that sort by piece, and in each piece by birth.
+    slots = np.repeat(np.arange(len(order), dtype=np.int32), count)
+    number = np.repeat(first - (np.cumsum(count) - count), count)
+    number += np.arange(len(number), dtype=np.int32)
+    number *= len(order)
+    number += slots
+    del slots
+    number.sort()
+    for begin in range(0, len(number), PIECES_AT_ONCE):
+        piece, slot = np.divmod(number[begin : begin + PIECES_AT_ONCE + 1], len(order))
+        if ((piece[1:] == piece[:-1]) & (lower[slot[1:]] < upper[slot[:-1]])).any():
+            return False
+    return True
 
 
 def _chosen(placement: Placement, rows: np.ndarray) -> Placement:

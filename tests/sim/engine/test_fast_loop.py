@@ -40,7 +40,7 @@ PIPELINED = decide(GPT, Layout(pp=2, tp=2, schedule="zero-bubble"), global_batch
 
 
 @pytest.fixture(scope="module")
-def compiled() -> Loop:
+def compiled() -> compiled_loop.CompiledLoop:
     pytest.importorskip("numba")
     return compiled_loop.CompiledLoop()
 
@@ -72,13 +72,13 @@ def hold_programs(programs: Sequence[Program], loop: Loop, rates: event_loop.Rat
     play_stages(parts, rates, all_rendezvous(programs), loop=held_equal(loop))
 
 
-@pytest.fixture(scope="module", params=["compiled", "without-simpy"])
+@pytest.fixture(scope="module", params=["compiled", "compiled-with-simpy", "without-simpy"])
 def fast(request: pytest.FixtureRequest) -> Loop:
-    """Return a loop of searches."""
+    """Return a loop that is faster than SimPy's in Python."""
     if request.param == "without-simpy":
         return event_loop.run_without_simpy
-    loop: Loop = request.getfixturevalue("compiled")
-    return loop
+    loop: compiled_loop.CompiledLoop = request.getfixturevalue("compiled")
+    return loop if request.param == "compiled" else loop.with_simpy
 
 
 @pytest.mark.parametrize("every", [100, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
@@ -127,6 +127,7 @@ def test_what_a_search_played_is_shown_as_simpy_plays_it(fast: Loop) -> None:
     found, shown = simulated(fast), simulated(event_loop.run)
     assert found.prediction == shown.prediction
     assert found.shown() is found
+    assert all(playback.by_simpy for playback in shown.playbacks)
     assert found.trace() == shown.trace()
 
 
