@@ -84,7 +84,7 @@ class UsedRates:
         rates = self(busy)
         return tuple((lane, rates[lane]) for lane in range(self.lanes) if busy >> lane & 1)
 
-    def after_handover(self, before: int, after: int) -> float:
+    def rate_after(self, before: int, after: int) -> float:
         """Return the rate of the lane that is busy only ``after``; 0 where a lane that goes on changes its rate."""
         rates, later = self(before), self(after)
         both, new = before & after, after & ~before
@@ -121,8 +121,8 @@ def events(  # noqa: PLR0912, PLR0915 - one loop, with local variables
     """Stages whose set of busy lanes has changed."""
     known: dict[int, tuple[tuple[int, float], ...]] = {}
     """By set of busy lanes: each of them with its rate."""
-    handovers: dict[tuple[int, int], float] = {}
-    """By sets of busy lanes before and after a lane takes over from another: its rate, or 0 (``after_handover``)."""
+    takeovers: dict[tuple[int, int], float] = {}
+    """By sets of busy lanes before and after a lane takes over from another: its rate, or 0 (``rate_after``)."""
     now = instant = 0.0
     """When the last segment ended, and when the last event was: rounding may order ends of one event differently."""
     ready = [heads[lane] for lane in range(lanes) if heads[lane] < bounds[lane + 1] and not missing[heads[lane]]]
@@ -201,9 +201,9 @@ def events(  # noqa: PLR0912, PLR0915 - one loop, with local variables
                 after = on & ~bit_of[lane] | bit_of[other]
                 if stage_of[other] != stage or group_of[following] >= 0 or after not in known:
                     break
-                speed = handovers.get((on, after), -1.0)
+                speed = takeovers.get((on, after), -1.0)
                 if speed < 0.0:
-                    speed = handovers[on, after] = rates_of.after_handover(on, after)
+                    speed = takeovers[on, after] = rates_of.rate_after(on, after)
                 if not speed:
                     break
                 # Another lane of the stage takes over and all others keep their rates, so no event is needed either.

@@ -205,4 +205,4 @@ def test_where_no_folder_for_the_cache_can_be_written_python_plays(compiled: Loo
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False"], done.stderr
-    assert "run_without_simpy is not compiled, because numba does not work" in done.stderr
+    assert "PythonLoop is not compiled, because numba does not work" in done.stderr
