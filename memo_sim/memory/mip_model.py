@@ -33,6 +33,10 @@ EXACT_UNITS = 1 << 24
 """Up to this size the peak is an integer variable, and the solver's bound counts. Above it, tolerances would be whole
 units: HiGHS called placements optimal that are not from 2^30 on, and CBC from 2^42 on."""
 
+LARGEST = EXACT_UNITS
+"""Largest address in a model. Larger ones are scaled to it: HiGHS called problems of 2^29 units infeasible that have
+solutions."""
+
 TOLERANCE = 1e-6
 """Relative differences below this do not count for a solver (the feasibility tolerance of both)."""
 
@@ -216,11 +220,14 @@ class _Model:
         self.model.threads = 1
         self.model.integer_tol = 1e-6
         self.exact = capacity <= EXACT_UNITS
+        self.scale = max(1, capacity / LARGEST)
+        """Units of the problem in one of the model's."""
+        sizes = self.sizes = problem.size.tolist() if self.scale == 1 else (problem.size / self.scale).tolist()
+        capacity = min(capacity, LARGEST)
         self.peak = self.model.add_var(ub=capacity, var_type=mip.INTEGER if self.exact else mip.CONTINUOUS)
         self.address = [self.model.add_var(ub=capacity) for _ in range(problem.count)]
         self.above = {pair: self.model.add_var(var_type=mip.BINARY) for pair in _pairs(problem)}
         self.model.objective = mip.minimize(self.peak)
-        sizes = problem.size.tolist()
         for i, size in enumerate(sizes):
             self.model += self.address[i] + size <= self.peak
         for (i, j), z in _while_time(self.above.items(), clock):
@@ -231,7 +238,7 @@ class _Model:
         """Add the sections' constraints, an order among equal buffers, and a constraint that excludes mirror images."""
         import mip
 
-        sizes = self.problem.size.tolist()
+        sizes = self.sizes
         for section in _while_time(sections(self.problem), self.clock):
             members = section.tolist()
             for i in members:
@@ -248,12 +255,12 @@ class _Model:
 
     def help(self, lower_bound: int, incumbent: Ints | None) -> None:
         """Give the solver the lower bound of the peak, and a placement to start from."""
-        self.peak.lb = min(lower_bound, self.capacity)
+        self.peak.lb = min(lower_bound, self.capacity) / self.scale
         if incumbent is None:
             return
         self.model.start = [
-            (self.peak, float(self.problem.peak(incumbent))),
-            *((a, float(offset)) for a, offset in zip(self.address, incumbent.tolist(), strict=True)),
+            (self.peak, self.problem.peak(incumbent) / self.scale),
+            *((a, offset / self.scale) for a, offset in zip(self.address, incumbent.tolist(), strict=True)),
             *((z, float(incumbent[i] > incumbent[j])) for (i, j), z in self.above.items()),
         ]
 
@@ -268,7 +275,7 @@ class _Model:
         said_optimal = status == mip.OptimizationStatus.OPTIMAL
         said = self.model.objective_bound
         # Without a bound, a solver returns None, an infinity, or the largest number.
-        bound = 0 if said is None or abs(said) > 1e100 else max(0, _lowered(said))
+        bound = 0 if said is None or abs(said) > 1e100 else max(0, _lowered(said * self.scale))
         offsets, fault = None, ""
         if self.model.num_solutions:
             order = [(i, j) if z.x < 0.5 else (j, i) for (i, j), z in self.above.items()]
