@@ -20,7 +20,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -29,6 +29,7 @@ from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.engine import event_loop
+from memo_sim.engine.compiled_loop import CompiledLoop
 from memo_sim.engine.event_loop import Clock
 from memo_sim.engine.fast_loop import run_fast
 from memo_sim.engine.simulate import Simulation, simulate
@@ -36,9 +37,6 @@ from memo_sim.planning.question import with_memory
 from memo_sim.program.analysis.columns import fold
 from memo_sim.program.analysis.edges import derive_edges
 from memo_sim.program.lower import lower
-
-if TYPE_CHECKING:  # importing it needs numba
-    from memo_sim.engine.compiled_loop import CompiledLoop
 
 Result = TypeVar("Result")
 
@@ -166,8 +164,6 @@ def main() -> None:
 def compare(rounds: int) -> None:
     """Print one row a plan."""
     try:
-        from memo_sim.engine.compiled_loop import CompiledLoop
-
         compiled = CompiledLoop()
     except ImportError:
         sys.exit("numba is not installed: pip install '.[fast]'")

@@ -13,7 +13,7 @@ from memo_sim.engine.event_loop import Clock, Groups, UsedRates, run, run_withou
 from memo_sim.engine.playback import Floats
 from memo_sim.engine.segments import Segments
 
-if TYPE_CHECKING:  # importing it needs numba
+if TYPE_CHECKING:  # imported when a play is long enough
     from memo_sim.engine.compiled_loop import CompiledLoop
 
 SOON = 20_000
