@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.engine.fast_loop import run_fast
+from memo_sim.engine.player import Loop
 from memo_sim.engine.simulate import Simulation, memory_alone, simulate
 from memo_sim.planning.outcome import Evaluated, SearchResult, ranked_s
 from memo_sim.planning.presets import KEEP
@@ -29,6 +30,8 @@ class Plays:
         """The plans whose predictions the candidates asked for, in this order."""
         self.between: Callable[[], None] = _nothing
         """What to do after each play."""
+        self.loop: Loop = run_fast
+        """What plays the plans."""
         self._begun: Simulation | None = None
         """The last plan that fits whose memory alone was asked for, if its play may follow."""
 
@@ -40,7 +43,7 @@ class Plays:
         return self.known[decisions]
 
     def play(self, decisions: Decisions) -> Simulation:
-        """Play a plan in the loop that is fast, and keep the simulation of the fastest plan for the answer.
+        """Play a plan, and keep the simulation of the fastest plan for the answer.
 
         A long one is kept only until the next plan is played: two of them would need twice the memory.
         """
@@ -48,7 +51,7 @@ class Plays:
         if begun is not None and begun.decisions != decisions:
             begun = None
         self._make_room()
-        simulation = simulate(decisions, self._question.hardware, self._question.cluster, loop=run_fast, begun=begun)
+        simulation = simulate(decisions, self._question.hardware, self._question.cluster, loop=self.loop, begun=begun)
         del begun
         self.known[decisions] = simulation.prediction
         self.used[decisions] = None
@@ -65,7 +68,7 @@ class Plays:
         if self._begun is not None and self._begun.decisions == decisions:
             return None
         self._make_room()
-        simulation = memory_alone(decisions, self._question.hardware, self._question.cluster, loop=run_fast)
+        simulation = memory_alone(decisions, self._question.hardware, self._question.cluster, loop=self.loop)
         if simulation.memory.fault is None:
             self._begun = simulation
             return None

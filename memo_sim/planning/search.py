@@ -32,6 +32,7 @@ from heapq import heappop, heappush
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.plan import Layout
 from memo_sim.contract.progress import Progress
+from memo_sim.engine.fast_loop import run_fast
 from memo_sim.planning.ahead import Number
 from memo_sim.planning.aims import Aims
 from memo_sim.planning.allocator_limits import least_limited_s, may_gain, with_best_limit
@@ -248,6 +249,8 @@ class _Search:
             if beyond:
                 pruned.append((number, one.candidate))
             else:
+                if not (waiting or self.ranking.outcomes):  # the only one is played as it is shown, and not again
+                    self.plays.loop = run_fast.with_simpy
                 stood_for += not self._add(number, one.candidate)
             done += 1
             if progress:

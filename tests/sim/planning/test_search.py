@@ -146,3 +146,13 @@ def test_a_front_lists_a_plan_once_though_its_alpha_is_an_eighth() -> None:
     assert found.evaluated + found.pruned == told[-1][1]
     (searched,) = (e for e in found.ranked if e.policy == PARTIAL_SWAP)
     assert searched.decisions.alpha * 8 == round(searched.decisions.alpha * 8)
+
+
+def test_the_only_candidate_is_played_as_it_is_shown() -> None:
+    """So it is not played again with SimPy's events. Without a pinned degree of tp there are several."""
+    asked = question(2048, tp=2, cp=1, global_batch=8)
+    pins = replace(asked.pins, pp=4, ulysses=1, schedule="1f1b", zero=1, recompute="full", alpha=0.0)
+    for tp, by_simpy in ((2, True), (None, False)):
+        found = search(replace(asked, pins=replace(pins, tp=tp)))
+        assert found.fastest is not None
+        assert {playback.by_simpy for playback in found.fastest.playbacks} == {by_simpy}
