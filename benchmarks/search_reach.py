@@ -30,8 +30,8 @@ import sys
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 
+from benchmarks.peak import peak_mib
 from memo_sim.answers.what_if import exact_ranks
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.cycles import look_seldom
@@ -82,12 +82,6 @@ class _TimeIsUp(KeyboardInterrupt):
     """Raised out of whatever is computed; the compiled loop lets only interrupts through."""
 
 
-def _peak_mib(process: int | str = "self") -> int:
-    """Return the peak of a process alone: a child's ``ru_maxrss`` starts at the peak of its parent."""
-    (line,) = (line for line in Path(f"/proc/{process}/status").read_text().splitlines() if line.startswith("VmHWM:"))
-    return int(line.split()[1]) >> 10
-
-
 def question_of(name: str) -> Question:
     """Return a question by its name."""
     asked = QUESTIONS[name]
@@ -136,9 +130,9 @@ def _ask(name: str, limit_s: int, jobs: int, without_numba: bool, told: Connecti
         except KeyboardInterrupt:  # the compiled loop raises one of its own
             pass
         signal.alarm(0)
-        others = [_peak_mib(each.pid or 0) for each in multiprocessing.active_children()]
+        others = [peak_mib(each.pid or 0) for each in multiprocessing.active_children()]
     wall_s, cpu_s = time.perf_counter() - wall, _cpu_s() - cpu
-    memory = f"{' and '.join(map(str, [_peak_mib(), *others]))} MiB"
+    memory = f"{' and '.join(map(str, [peak_mib(), *others]))} MiB"
     took = f"{jobs} process{'es' if jobs > 1 else ''}, {wall_s:.1f} s ({cpu_s:.1f} s CPU)"
     if found is None:
         sys.stdout.write(f"{name}: not done after {took}, {seen[0]} of {seen[1]} candidates, {memory}\n")

@@ -13,7 +13,6 @@ numba and as if it were not installed, played with SimPy's events as answers are
 from __future__ import annotations
 
 import argparse
-import resource
 import statistics
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from benchmarks.peak import peak_mib
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
@@ -121,7 +121,7 @@ def evaluate(name: str) -> None:
     cluster, hardware = load_cluster("a800-280x8")
     loop = run_fast.with_simpy if name == "simpy" else run_fast
     found = simulate(plans()[HUGE], hardware, cluster, loop=loop).prediction
-    sys.stdout.write(f"{found.step_s} {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10}\n")
+    sys.stdout.write(f"{found.step_s} {peak_mib()}\n")
 
 
 def fresh(runs: int) -> None:
