@@ -24,7 +24,7 @@ from memo_sim.engine.playback import Floats, Playback
 from memo_sim.engine.player import Part
 from memo_sim.engine.repetition import Repetition, Window
 from memo_sim.engine.stalls import Kinds, Late, Peers, after_compute, stalls_of
-from memo_sim.program.analysis.columns import NUMBER, Ints, fold
+from memo_sim.program.analysis.columns import NUMBER, Ints, distinct, fold
 from memo_sim.program.analysis.edges import Edges, derive_edges
 from memo_sim.program.ir.instruction import Instruction, Lane, Template
 from memo_sim.program.ir.kinds import BlockKind, Phase, TemplateKind
@@ -290,7 +290,7 @@ class StageRun:
         for lane in self._lanes:
             mine = self.columns.lane == lane
             seconds = np.bincount(kinds.of[mine], weights=busy_s[mine], minlength=len(kinds.names))
-            found[Lane(lane).label] = {kinds.names[n]: float(seconds[n]) for n in np.unique(kinds.of[mine])}
+            found[Lane(lane).label] = {kinds.names[n]: float(seconds[n]) for n in distinct(kinds.of[mine])}
         return found
 
     @property
@@ -333,7 +333,7 @@ class StageRun:
         """Return the whole step's waits for the allocator and for the host's launches, by lane."""
         found = []
         for name, waits in self.waits_outside.items():
-            for lane in np.unique(self.columns.lane[waits > 0]):
+            for lane in distinct(self.columns.lane[waits > 0]):
                 times = self.weights * (self.columns.lane == lane)
                 seconds, count = float(np.sum(waits * times)), int(np.sum((waits > 0) * times))
                 found.append(Stall(lane=Lane(lane).label, waits_for=name, seconds=seconds, count=count))

@@ -53,7 +53,7 @@ from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.memory.replay import RunAhead
-from memo_sim.program.analysis.columns import Columns, Ints
+from memo_sim.program.analysis.columns import Columns, Ints, distinct
 from memo_sim.program.analysis.liveness import Liveness
 from memo_sim.program.arena.requests import buffer_names, device_buffers
 from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Instruction, Lane, Mode
@@ -210,7 +210,7 @@ def run_ahead(program: Program, columns: Columns, lives: Liveness, *, one_queue:
     order = {number: place for place, number in enumerate(device_buffers(lives))}
     streams: dict[int, list[int]] = {}
     for lane in STREAMS:
-        used = np.unique(columns.operand_buffer[columns.lane[columns.operand_instruction] == lane])
+        used = distinct(columns.operand_buffer[columns.lane[columns.operand_instruction] == lane])
         for number in used.tolist():
             if number in order:
                 streams.setdefault(order[number], []).append(int(lane))
@@ -309,7 +309,7 @@ def _gathers(program: Program, columns: Columns) -> list[int]:
     gathered = np.array([f.buffer_class is BufferClass.GATHERED for f in program.all_families], dtype=np.bool_)
     writes = gathered[columns.buffer_family[columns.operand_buffer]] & ((columns.operand_mode & Mode.WRITE) > 0)
     writers = columns.operand_instruction[writes & (columns.lane[columns.operand_instruction] != Lane.COMPUTE)]
-    found: list[int] = np.unique(writers).tolist()
+    found: list[int] = distinct(writers).tolist()
     return found
 
 

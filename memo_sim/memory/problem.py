@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memo_sim.contract.requests import Requests
+from memo_sim.program.analysis.columns import distinct
 
 Ints = NDArray[np.int64]
 
@@ -44,7 +45,7 @@ class Problem:
     @cached_property
     def instants(self) -> Ints:
         """The instants at which buffers are born, in order: live sums grow only there."""
-        return np.unique(self.lower)
+        return distinct(self.lower)
 
     @cached_property
     def live(self) -> Ints:

@@ -39,7 +39,7 @@ from memo_sim.planning.short_rings import (
     with_parts,
     with_ring,
 )
-from memo_sim.program.analysis.columns import Flags, FoldedColumns, Ints, fold
+from memo_sim.program.analysis.columns import Flags, FoldedColumns, Ints, distinct, fold
 from memo_sim.program.analysis.edges import Edges, derive_edges
 from memo_sim.program.analysis.liveness import liveness, living
 from memo_sim.program.arena.library_workspaces import lives_in_arena
@@ -590,7 +590,7 @@ class _FewLayers:
         found = []
         for device in (True, False):
             once, more = (living(lives, device=device, sizes=sizes) for sizes in (lowered, added))
-            values = np.unique(more[kept]).tolist()
+            values = distinct(more[kept]).tolist()
             most = {value: int(once[kept & (more == value)].max()) for value in values}
             found.append(_Peak(int(once[self._inside].max(initial=0)), most))
         return found[0], found[1]
@@ -720,7 +720,7 @@ def _kernels_around(lane: Ints, edges: Edges) -> tuple[Ints, Ints]:
     made, needed = compute[edges.producer], compute[edges.consumer]
     np.maximum.at(before, edges.consumer[made], edges.producer[made])
     np.minimum.at(after, edges.producer[needed], edges.consumer[needed])
-    for number in np.unique(lane[~compute]).tolist():
+    for number in distinct(lane[~compute]).tolist():
         mine = np.flatnonzero(lane == number)
         before[mine] = np.maximum.accumulate(before[mine])
         after[mine] = np.minimum.accumulate(after[mine][::-1])[::-1]

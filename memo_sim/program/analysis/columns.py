@@ -38,6 +38,14 @@ Flags = NDArray[np.bool_]
 Entry = TypeVar("Entry", bound=np.generic)
 
 
+def distinct(values: NDArray[Entry]) -> NDArray[Entry]:
+    """Return the values that occur, in order; ``np.unique`` imports ``numpy.ma`` for it, which takes 20 ms."""
+    ordered = np.sort(values)
+    new = np.ones(len(ordered), dtype=np.bool_)
+    np.not_equal(ordered[1:], ordered[:-1], out=new[1:])
+    return ordered[new]
+
+
 @dataclass(frozen=True)
 class Operands:
     """Rows of operands, part after part, each part in program order; parts touch no buffers of each other.

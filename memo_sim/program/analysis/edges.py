@@ -25,7 +25,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from memo_sim.program.analysis.columns import NUMBER, Columns, Flags, FoldedColumns, Ints, Operands
+from memo_sim.program.analysis.columns import NUMBER, Columns, Flags, FoldedColumns, Ints, Operands, distinct
 from memo_sim.program.ir.instruction import Lane, Mode
 
 AT_ONCE = 1 << 18
@@ -201,7 +201,7 @@ def _segments(operands: Operands, shared: Flags) -> tuple[Ints, Ints, Ints]:
     base = buffer[some].astype(np.int64) * span
     begins, ends = base + first[some], base + end[some]
     chosen = _examples(begins, ends)
-    cuts = np.unique(np.concatenate((begins[chosen], ends[chosen])))
+    cuts = distinct(np.concatenate((begins[chosen], ends[chosen])))
     low = np.searchsorted(cuts, begins)
     pieces = np.searchsorted(cuts, ends) - low
     source = np.repeat(np.arange(len(some), dtype=np.int64), pieces)

@@ -17,6 +17,7 @@ import numpy as np
 
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.requests import Requests
+from memo_sim.program.analysis.columns import distinct
 
 MOST_FAULTS = 20
 MOST_PAIRS = 10**8
@@ -157,7 +158,7 @@ def _take_turns(placement: Placement, *, most: int) -> bool:
     )
     order = np.argsort(lower, kind="stable")
     lower, upper, start, end = (each[order] for each in (lower, upper, start, start + size))
-    cuts = np.unique(np.concatenate([start, end]))
+    cuts = distinct(np.concatenate([start, end]))
     first = np.searchsorted(cuts, start)
     count = np.searchsorted(cuts, end) - first
     if int(count.sum()) > most:
