@@ -240,16 +240,23 @@ def run(segments: Segments, work: Floats, rates_of: UsedRates, groups: Groups) -
 def driven_by_simpy(playing: Generator[float, float, Clock]) -> Clock:
     """Return what ``playing`` returns; what it yields becomes SimPy's events."""
     env, found = simpy.Environment(), list[Clock]()
+    try:
+        first_s = next(playing)
+    except StopIteration as ended:
+        clock: Clock = ended.value
+        return clock
 
-    def go_on(event: simpy.Event | None) -> None:
+    def go_on(event: simpy.Event) -> None:
         try:
-            wait_s = next(playing) if event is None else playing.send(env.now)
+            wait_s = playing.send(env.now)
         except StopIteration as ended:
             found.append(ended.value)
         else:
-            env.timeout(wait_s).callbacks.append(go_on)
+            # There is never more than one event, so it is scheduled again: a new object takes 0.3 us.
+            event.callbacks = [go_on]
+            env.schedule(event, delay=wait_s)
 
-    go_on(None)
+    env.timeout(first_s).callbacks.append(go_on)
     env.run()
     return found[0]
 
