@@ -11,6 +11,15 @@ state of the lanes may repeat only after a few. Whether a pipeline is steady is 
 of all windows comes the same time after its counterpart one period earlier (``steady``). Then the repetition is exact.
 If not, twice as many micro-batches are played. Stages that drift apart slowly may still not be steady; then the slowest
 stage's window gives an estimate.
+
+The period of an interleaved pipeline is long: p micro-batches pass v chunks. Where no two whole periods were played,
+only the last p backwards of a window are compared, and a few more (``RECEIVED_AHEAD``). They are enough: counted in
+each stage's backwards, no pass waits for one of another stage that is more than p earlier. (The last stage's backward
+of a chunk waits for the first stage's backward of the next chunk, p earlier.) So what follows the window waits for what
+was compared, or for what follows, too.
+
+      stage      | warmup |   |<-->|             |<-->| drain |      the backwards that are compared
+                                   |<-- window ------>|
 """
 
 from __future__ import annotations
@@ -42,28 +51,39 @@ STEADY = 1e-11
 
 @dataclass(frozen=True)
 class Window:
-    """A range of passes of one stage, from ``first`` to before ``end``; the period before it starts at ``before``."""
+    """A range of passes of one stage, from ``first`` to before ``end``.
+
+    Those from ``again`` on are the counterparts of those from ``before`` to ``first``, one window earlier.
+    """
 
     before: int
     first: int
+    again: int
     end: int
     micro_batches: int
     """Micro-batches that one repetition stands for."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it has a counterpart one window earlier."""
+        return self.again == self.first
 
 
 def played_at_first(layout: Layout, micro_batches: int, *, replayed: bool = False) -> int:
     """Return the smallest number of micro-batches that shows the period of a schedule.
 
-    A pipeline must be full, and then run for two periods. GPipe holds all micro-batches at once, so all are played.
-    Where PyTorch's allocator is ``replayed``, its blocks may settle later than the lanes.
+    A pipeline must be full, and then run for two periods, or for one and the few passes that are compared. GPipe holds
+    all micro-batches at once, so all are played. Where PyTorch's allocator is ``replayed``, its blocks may settle later
+    than the lanes.
     """
     if layout.pp == 1:
         return min(micro_batches, PLAYED)
     if layout.schedule == "gpipe":
         return micro_batches
     if layout.schedule == "interleaved":
-        # The period is long: windows of several are left to the second try.
-        periods, longest = (6, 2) if replayed else (4, 1)
+        # The period is long: windows of several are left to the second try. Stage 0 warms up for (v + 1) p - 2 passes
+        # of v p in each period, and a window and the p + 2 backwards before it follow.
+        periods, longest = (6, 2) if replayed else (3 if layout.virtual_stages > 2 else 4, 1)
         return _whole_windows(layout, micro_batches, periods * layout.pp, longest)
     full = 2 * layout.pp if layout.schedule == "zero-bubble" else layout.pp
     return _whole_windows(layout, micro_batches, full + PLAYED + RECEIVED_AHEAD, max(LENGTHS))
@@ -83,7 +103,7 @@ def _whole_windows(layout: Layout, micro_batches: int, played: int, longest: int
 
 
 def windows(layout: Layout, stages: Sequence[Sequence[Pass]], beyond: int) -> list[list[Window]]:
-    """Return the last windows of the played passes, one per stage; short windows come first.
+    """Return the last windows of the played passes, one per stage; short windows come first, and ``whole`` ones.
 
     ``beyond`` micro-batches are not played; windows whose length does not divide them are left out.
     """
@@ -95,11 +115,15 @@ def windows(layout: Layout, stages: Sequence[Sequence[Pass]], beyond: int) -> li
         # A window may end at any backward that begins a chunk's group; the last one that all stages have is best.
         chunk = period_of(layout) * layout.subsequences
         step = chunk * layout.virtual_stages * length
-        for last in range(min(len(m) - 1 for m in marks) // chunk * chunk, 2 * step - 1, -chunk):
-            found = [Window(m[last - 2 * step], m[last - step], m[last], group) for m in marks]
-            if layout.pp == 1 or all(_repeats(p, w) for p, w in zip(stages, found, strict=True)):
-                every += [found] if beyond % group == 0 else []
-                break
+        if beyond % group:
+            continue
+        for compared in sorted({step, min(step, chunk + RECEIVED_AHEAD)}, reverse=True):
+            for last in range(min(len(m) - 1 for m in marks) // chunk * chunk, step + compared - 1, -chunk):
+                first, again = last - step, last - compared
+                found = [Window(m[first - compared], m[first], m[again], m[last], group) for m in marks]
+                if layout.pp == 1 or all(_repeats(p, w) for p, w in zip(stages, found, strict=True)):
+                    every.append(found)
+                    break
     return every
 
 
@@ -110,9 +134,9 @@ def period_of(layout: Layout) -> int:
 
 
 def _repeats(passes: Sequence[Pass], window: Window) -> bool:
-    """Return whether the window's passes, and those it receives for, equal the passes one window earlier."""
+    """Return whether the window's passes, and those it receives for, equal their counterparts one window earlier."""
     before = passes[window.before : window.first + RECEIVED_AHEAD]
-    later = passes[window.first : window.end + RECEIVED_AHEAD]
+    later = passes[window.again : window.end + RECEIVED_AHEAD]
     return len(before) == len(later) and all(
         one.kind is other.kind
         and one.micro_batch + window.micro_batches == other.micro_batch
@@ -128,9 +152,10 @@ class Repetition:
     def __init__(self, program: Program, columns: InstructionColumns, window: Window | None, beyond: int) -> None:
         """``beyond``: number of micro-batches of the step that are not played; a multiple of the window's."""
         self.times = beyond // window.micro_batches if window else 0
-        marks = [program.passes[p][1] for p in (window.before, window.first, window.end)] if window else [0, 0, 0]
-        self.before, self.first, self.end = columns.starts[marks].tolist()
-        """First instructions of the period before the window, of the window, and after the window."""
+        at = (window.before, window.first, window.again, window.end) if window else ()
+        marks = [program.passes[each][1] for each in at] or [0, 0, 0, 0]
+        self.before, self.first, self.again, self.end = columns.starts[marks].tolist()
+        """First instructions of the window's passes of these names; ``end``: the first one after it."""
         self._instructions = len(columns.lane)
 
     def weights(self) -> Ints:
@@ -142,9 +167,9 @@ class Repetition:
         return weights
 
     def steady(self, playback: Playback) -> bool:
-        """Return whether every instruction of the window comes equally long after its counterpart a window earlier."""
-        earlier, later = slice(self.before, self.first), slice(self.first, self.end)
-        if self.end - self.first != self.first - self.before:
+        """Return whether every instruction from ``again`` on comes equally long after its counterpart."""
+        earlier, later = slice(self.before, self.first), slice(self.again, self.end)
+        if self.end - self.again != self.first - self.before:
             return False
         shifts = [each[later] - each[earlier] for each in (playback.start_s, playback.end_s)]
         return bool(np.ptp(np.concatenate(shifts)) <= STEADY * playback.span_s)

@@ -96,7 +96,7 @@ class _Order:
         # Backwards that drain the pipeline repeat, too, but what is left out are forwards and backwards in turn.
         drained = max(number for number, each in enumerate(passes) if each.kind is Kind.FORWARD) + 2
         found = windows(decisions.layout, [passes[:drained]], beyond) if beyond else []
-        repeated = [Repetition(program, self.columns, window, beyond) for (window,) in found]
+        repeated = [Repetition(program, self.columns, window, beyond) for (window,) in found if window.whole]
         self.repeated = [each for each in repeated if _is_like_before(each, self.columns)]
         self.plays_all = not beyond
         of_step = np.array([template.kind.of_step for template in program.templates])[self.columns.template]

@@ -13,9 +13,10 @@ Copies take no time, nothing waits for memory, and lanes do not slow each other.
       p 2, chunks of 2 and 1 layers   stage 0   [F0 c0   ][F1 c0   ][F0 c1].   [F1 c1].
                                       stage 1      .     [F0 c0   ][F1 c0   ][F0 c1]..       waits for the longer chunk
 
-A few micro-batches are played. Let every pass of a window start at least d later than its counterpart in the window
-before, on all stages. A pass of the next window waits for counterparts of what the window's own pass waited for, which
-lie in these windows. So it starts at least d later, too, and so on: each repetition adds at least d.
+A few micro-batches are played. Let every pass of a window that has a counterpart in the window before start at least
+d later than it, on all stages. A pass of the next window waits for counterparts of what the window's own pass waited
+for, which lie among these passes or behind them (``engine/repetition.py``). So it starts at least d later, too, and so
+on: each repetition adds at least d.
 """
 
 from __future__ import annotations
@@ -97,10 +98,10 @@ class _Order:
         numbers = self._place(layout, stages)
         beyond = micro_batches - played
         self._windows: list[tuple[int, Ints, Ints]] = []
-        """How often a window is repeated, its passes, and their counterparts in the window before."""
+        """How often a window is repeated, its passes that have counterparts in the window before, and these."""
         for found in windows(layout, stages, beyond) if beyond else []:
             pairs = list(zip(numbers, found, strict=True))
-            mine = np.concatenate([of[window.first : window.end] for of, window in pairs])
+            mine = np.concatenate([of[window.again : window.end] for of, window in pairs])
             before = np.concatenate([of[window.before : window.first] for of, window in pairs])
             self._windows.append((beyond // found[0].micro_batches, mine, before))
 

@@ -24,11 +24,13 @@ from memo_sim.program.analysis.columns import expand
 from memo_sim.program.analysis.rendezvous import all_rendezvous
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.work import Attention, Gemm, PointToPoint, Work
+from memo_sim.program.layout.schedule import Kind, passes_of
 from memo_sim.program.lower import lower, program_sha256
 from memo_sim.program.pipeline import order_cache
 from tests.pairs import covering
 from tests.refusals import refused
 from tests.sim.engine.critical_path import critical_path
+from tests.sim.pass_orders import before
 from tests.sim.toy_machine import FLOPS, TOY_CLUSTER, ToyPrices, alone, contended, decide, run_layout, toy_hardware
 
 VOCAB = 96
@@ -113,6 +115,13 @@ REPEATED_SCHEDULES = [
     Layout(pp=2, dp=2, zero=3),
     Layout(pp=2, schedule="interleaved", virtual_stages=2, dp=2, zero=2),
 ]
+PERIODIC = [
+    Layout(pp=4),
+    Layout(pp=2, subsequences=4),
+    Layout(pp=4, schedule="zero-bubble"),
+    *[Layout(pp=p, schedule="interleaved", virtual_stages=v) for p in (2, 3, 8) for v in (2, 3, 5)],
+    Layout(pp=4, schedule="interleaved", virtual_stages=3, subsequences=3),
+]
 REPEATED = [("none", 0.0), ("none", 1.0), ("full", 0.0), ("full", 1.0), ("tokenwise", 0.5)]
 
 
@@ -151,7 +160,10 @@ def test_equal_stages_are_seen_to_be_steady(layout: Layout) -> None:
 
 
 def test_of_many_micro_batches_a_pipelines_filling_and_two_periods_are_played() -> None:
-    """The period shows with p + 5 micro-batches for 1F1B, 2p + 5 for ZB-H1, 4p interleaved; a few more fill windows."""
+    """The period shows with p + 5 micro-batches for 1F1B, 2p + 5 for ZB-H1, 4p interleaved and 3p of over two chunks.
+
+    A few more fill windows.
+    """
     whole = run(Layout(), 1).prediction.step_s
     one = run(Layout(pp=8), 512)
     assert (one.steady, one.program.micro_batches) == (True, 16)
@@ -161,6 +173,45 @@ def test_of_many_micro_batches_a_pipelines_filling_and_two_periods_are_played() 
     interleaved = run(Layout(pp=4, schedule="interleaved", virtual_stages=2), 512)
     assert (interleaved.steady, interleaved.program.micro_batches) == (True, 16)
     assert interleaved.prediction.step_s == pytest.approx((512 + 3 / 2) * whole / 4, rel=1e-9)
+    deep = run(Layout(pp=4, schedule="interleaved", virtual_stages=3), 512, layers=12)
+    assert (deep.steady, deep.program.micro_batches) == (True, 12)
+    whole = run(Layout(), 1, layers=12).prediction.step_s
+    assert deep.prediction.step_s == pytest.approx((512 + 3 / 3) * whole / 4, rel=1e-9)
+
+
+@pytest.mark.parametrize("layout", PERIODIC, ids=str)
+def test_no_pass_waits_for_one_that_is_more_than_p_backwards_earlier(layout: Layout) -> None:
+    """Counted in each stage's backwards; so the last p of a window show whether what follows is steady."""
+    stages = [passes_of(layout, stage, 4 * layout.pp) for stage in range(layout.pp)]
+    place = {}
+    for stage, passes in enumerate(stages):
+        backwards = itertools.accumulate((each.kind is Kind.BACKWARD for each in passes), initial=0)
+        place |= {(stage, each): number for each, number in zip(passes, backwards, strict=False)}
+    needs = [((stage, each), before(stage, layout.pp, layout.virtual_stages, each)) for stage, each in place]
+    earlier = [place[one] - place[other] for one, other in needs if other and other[0] != one[0]]
+    assert max(earlier) == (layout.pp if layout.schedule == "interleaved" else 1)
+
+
+@pytest.mark.parametrize(
+    "stages", [2, 4, pytest.param(8, marks=pytest.mark.slow), pytest.param(12, marks=pytest.mark.slow)]
+)
+def test_three_periods_that_look_steady_are(stages: int) -> None:
+    """Only the last backwards of a window are compared, and the step is that of the whole play."""
+    prices, cluster = ToyPrices(copy_s_per_byte=1 / 2e9), msgspec.structs.replace(TOY_CLUSTER, devices_per_node=16)
+    asked = list(itertools.product(REPEATED, (3, 4, 5), (alone, contended)))
+    steady = 0
+    for policy, chunks, rates in asked:
+        layout = Layout(pp=stages, schedule="interleaved", virtual_stages=chunks)
+        decisions = decide(policy, layout=layout, layers=chunks * stages, global_batch=14 * stages)
+        short, whole = (
+            simulate(decisions, toy_hardware(), cluster, pricer=prices, rates=rates, micro_batches_played=n * stages)
+            for n in (3, 14)
+        )
+        assert short.prediction.peak_by_class == whole.prediction.peak_by_class
+        if short.steady:
+            steady += 1
+            assert short.prediction.step_s == pytest.approx(whole.prediction.step_s, rel=1e-10)
+    assert steady > len(asked) / 3
 
 
 @pytest.mark.parametrize("layout", SCHEDULES, ids=str)
