@@ -15,7 +15,6 @@ from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.contract.requests import Requests
 from memo_sim.contract.units import format_bytes
 from memo_sim.engine.simulate import Simulation
-from memo_sim.memory.greedy import MANY
 from memo_sim.memory.place import place
 from memo_sim.program.arena.first_fit import arena_bytes, offsets_of
 from memo_sim.program.arena.requests import arena_requests
@@ -30,6 +29,9 @@ Of a longer step, only the played part is placed."""
 NEAR = 1.005
 """With pipeline stages, an arena of so many times the lower bound is near enough where it fits: the other orders of
 first fit take seconds for many micro-batches, and gain less than this."""
+
+MANY = 10_000
+"""From so many buffers on, the other orders take over half a second together."""
 
 MOST_NODES = 6000
 """Nodes of the exact search, per core of the problem: about half a second."""
