@@ -26,6 +26,7 @@ import numpy as np
 
 from benchmarks.peak import peak_mib
 from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.cycles import look_seldom
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.engine import event_loop
@@ -119,6 +120,7 @@ def _parts(whole: Simulation, timed: Timed) -> None:
 def evaluate(name: str) -> None:
     """Evaluate one plan in this process, and print its step and the peak memory in MiB."""
     cluster, hardware = load_cluster("a800-280x8")
+    look_seldom()
     loop = run_fast.with_simpy if name == "simpy" else run_fast
     found = simulate(plans()[HUGE], hardware, cluster, loop=loop).prediction
     sys.stdout.write(f"{found.step_s} {peak_mib()}\n")

@@ -101,6 +101,7 @@ def events(  # noqa: PLR0912, PLR0915 - one loop, with local variables
     """
     bounds, several = segments.lane_bounds.tolist(), segments.several.tobytes()
     targets, target_bounds = array("i", segments.targets.tobytes()), array("i", segments.target_bounds.tobytes())
+    only = array("i", segments.only_targets.tobytes())
     work_of = array("d", work.tobytes())
     lanes, own = len(bounds) - 1, rates_of.lanes
     """All lanes, and those of one stage."""
@@ -113,7 +114,7 @@ def events(  # noqa: PLR0912, PLR0915 - one loop, with local variables
     ends: list[tuple[float, int]] = []
     """A heap of (end, lane); an entry that is not the lane's ``finish`` any more counts for nothing."""
     busy = [0] * (lanes // own if own else 0)
-    beside: dict[int, tuple[int, ...]] = {}
+    beside: list[tuple[int, ...]] = [()] * lanes
     """By lane: all lanes of the matched segments that it plays now."""
     arrived = [0] * (len(group_bounds) - 1)
     points = array("d")
@@ -135,8 +136,9 @@ def events(  # noqa: PLR0912, PLR0915 - one loop, with local variables
                 begun = members[group_bounds[group] : group_bounds[group + 1]]
                 if arrived[group] < len(begun):
                     continue
-                together = tuple(lane_of[each] for each in begun)
-                beside.update(dict.fromkeys(together, together))
+                together = tuple([lane_of[each] for each in begun])
+                for lane in together:
+                    beside[lane] = together
             for each in begun:
                 lane = lane_of[each]
                 busy[stage_of[lane]] |= bit_of[lane]
@@ -151,9 +153,12 @@ def events(  # noqa: PLR0912, PLR0915 - one loop, with local variables
                 known[on] = rates_of.of_busy(on)
             for own_lane, alone in known[on]:
                 lane, speed = stage * own + own_lane, alone
-                changing = beside.get(lane)
-                if changing is not None:
-                    speed = min([rates_of(busy[stage_of[each]])[each % own] for each in changing])
+                changing = beside[lane]
+                if changing:
+                    for each in changing:
+                        least = rates_of(busy[stage_of[each]])[each % own]
+                        if least < speed:  # noqa: PLR1730 - a call of min() is slower
+                            speed = least
                 elif rate[lane] != speed:
                     changing = (lane,)
                 else:
@@ -182,11 +187,17 @@ def events(  # noqa: PLR0912, PLR0915 - one loop, with local variables
             heads[lane] = following = segment + 1
             goes_on = following < bounds[lane + 1] and not missing[following]
             ready = []
-            for target in targets[target_bounds[segment] : target_bounds[following]]:
+            target = only[segment]
+            if target >= 0:  # most segments: a slice takes longer
                 missing[target] = more = missing[target] - 1
                 if not more and heads[lane_of[target]] == target:
                     ready.append(target)
-            if lane in beside:
+            else:
+                for target in targets[target_bounds[segment] : target_bounds[following]]:
+                    missing[target] = more = missing[target] - 1
+                    if not more and heads[lane_of[target]] == target:
+                        ready.append(target)
+            if beside[lane]:
                 break
             if goes_on:
                 if ready or group_of[following] >= 0:
@@ -224,8 +235,8 @@ def events(  # noqa: PLR0912, PLR0915 - one loop, with local variables
         finish[lane] = IDLE
         busy[stage_of[lane]] &= ~bit_of[lane]
         changed.add(stage_of[lane])
-        for each in beside.pop(lane, ()):  # the other lanes of the match end in their own events, at the same instant
-            beside.pop(each, None)
+        for each in beside[lane]:  # the other lanes of the match end in their own events, at the same instant
+            beside[each] = ()
         if goes_on:
             ready.insert(0, following)
     of_points = np.frombuffer(points, dtype=np.float64).reshape(-1, 4)

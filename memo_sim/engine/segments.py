@@ -51,6 +51,14 @@ class Segments:
         return found
 
     @property
+    def only_targets(self) -> Ints:
+        """The consumer of each segment that has one edge; -1 of the others."""
+        found = np.full(len(self.first), -1, dtype=NUMBER)
+        one = np.flatnonzero(np.diff(self.target_bounds) == 1)
+        found[one] = self.targets[self.target_bounds[one]]
+        return found
+
+    @property
     def several(self) -> Flags:
         """Whether each segment has several instructions."""
         found: Flags = self.last > self.first
