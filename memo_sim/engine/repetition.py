@@ -16,7 +16,8 @@ The period of an interleaved pipeline is long: p micro-batches pass v chunks. Wh
 only the last p backwards of a window are compared, and a few more (``RECEIVED_AHEAD``). They are enough: counted in
 each stage's backwards, no pass waits for one of another stage that is more than p earlier. (The last stage's backward
 of a chunk waits for the first stage's backward of the next chunk, p earlier.) So what follows the window waits for what
-was compared, or for what follows, too.
+was compared, or for what follows, too. Only a swap-in waits for what is older, its swap-out. That ended long ago, or
+copies fall behind compute, and then the compared ones do not come equally long after their counterparts.
 
       stage      | warmup |   |<-->|             |<-->| drain |      the backwards that are compared
                                    |<-- window ------>|
