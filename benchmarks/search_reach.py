@@ -60,6 +60,7 @@ class Asked:
 
 QUESTIONS = {
     "70b-on-64": Asked("llama3-70b", "h100-8x8", 8192, 1024),
+    "70b-on-64-a800": Asked("llama3-70b", "a800-8x8", 8192, 1024),
     "70b-on-512": Asked("llama3-70b", "h100-64x8", 8192, 1024),
     "deepseek-on-256": Asked("deepseek-v3", "h100-32x8", 32768, 256),
     "deepseek-on-256-any": Asked("deepseek-v3", "h100-32x8", 32768, 256, "any"),
