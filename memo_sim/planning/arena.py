@@ -30,8 +30,8 @@ NEAR = 1.005
 """With pipeline stages, an arena of so many times the lower bound is near enough where it fits: the other orders of
 first fit take seconds for many micro-batches, and gain less than this."""
 
-MANY = 10_000
-"""From so many buffers on, the other orders take over half a second together."""
+MANY = 20_000
+"""From so many buffers on, the other orders take over two seconds together."""
 
 MOST_NODES = 6000
 """Nodes of the exact search, per core of the problem: about half a second."""
