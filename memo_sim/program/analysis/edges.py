@@ -108,7 +108,7 @@ def _conflicts_of(operands: Operands, shared: Flags) -> list[tuple[Ints, Ints]]:
     found = (last_write >= 0) & (lane != lane[np.maximum(last_write, 0)])
     edges = [(instruction[last_write[found]], instruction[found])]
     reading = (mode & Mode.READ) > 0
-    for producer_lane in _distinct(lane[reading]):
+    for producer_lane in _distinct_small(lane[reading]):
         # WAR: the last read on the other lane since the last write.
         last_read = _last_before(reading & (lane == producer_lane), row, group_start)
         found = writes & (lane != producer_lane) & (last_read > last_write)
@@ -167,14 +167,14 @@ def _uses(operands: Operands, shared: Flags) -> _Uses:
 
 def _memory_edges(lanes: Ints, uses: _Uses) -> list[tuple[Ints, Ints]]:
     """Return the edges that allocation in program order needs, as (producers, consumers)."""
-    births, deaths = _distinct(uses.birth), _distinct(uses.death)
+    births, deaths = _distinct_small(uses.birth), _distinct_small(uses.death)
     kernels = np.flatnonzero(lanes == Lane.COMPUTE)
     early = births[lanes[births] != Lane.COMPUTE]
     before = np.searchsorted(kernels, early) - 1
     edges = [(uses.born, uses.first), (kernels[before[before >= 0]], early[before >= 0])]
     ends = deaths[lanes[deaths] != Lane.COMPUTE]
     late, dead = np.concatenate((ends, uses.late)), np.concatenate((ends, uses.dead))
-    for lane in _distinct(lanes[births]):
+    for lane in _distinct_small(lanes[births]):
         here = births[lanes[births] == lane]
         elsewhere = lanes[late] != lane
         after = np.searchsorted(here, dead[elsewhere], side="right")
@@ -259,7 +259,7 @@ def _begins(numbers: Ints) -> Flags:
     return found
 
 
-def _distinct(numbers: Ints) -> Ints:
+def _distinct_small(numbers: Ints) -> Ints:
     """Return the distinct values of an array of small numbers, in increasing order."""
     return np.flatnonzero(np.bincount(numbers))
 

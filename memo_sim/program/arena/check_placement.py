@@ -17,7 +17,6 @@ import numpy as np
 
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.requests import Requests
-from memo_sim.program.analysis.columns import distinct
 
 MOST_FAULTS = 20
 MOST_PAIRS = 10**8
@@ -158,7 +157,7 @@ def _take_turns(placement: Placement, *, most: int) -> bool:
     )
     order = np.argsort(lower, kind="stable")
     lower, upper, start, end = (each[order] for each in (lower, upper, start, start + size))
-    cuts = distinct(np.concatenate([start, end]))
+    cuts = np.unique(np.concatenate([start, end]), return_counts=True)[0]  # without counts it imports numpy.ma: 20 ms
     first = np.searchsorted(cuts, start)
     count = np.searchsorted(cuts, end) - first
     if int(count.sum()) > most:
