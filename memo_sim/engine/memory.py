@@ -309,8 +309,12 @@ def _lives(program: Program, columns: FoldedColumns, decisions: Decisions, hardw
 
 def _known_reserve(program: Program, decisions: Decisions, hardware: Hardware) -> dict[str, int]:
     """Return the profile's reserve by item, with the sum of the plan's communicators."""
+    return reserve_with(communicators(program, decisions), hardware)
+
+
+def reserve_with(ranks: list[int], hardware: Hardware) -> dict[str, int]:
+    """Return the profile's reserve by item; ``ranks``: of each of the communicators that it counts."""
     known = {name: int(quantity.value) for name, quantity in hardware.reserve_bytes.items()}
-    ranks = communicators(program, decisions)
     if not ranks:
         known.pop(COMMUNICATORS, None)
     elif hardware.communicator_bytes:

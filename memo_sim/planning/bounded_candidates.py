@@ -37,6 +37,7 @@ from memo_sim.planning.question import Question
 from memo_sim.planning.rivals import Opened
 from memo_sim.planning.short_rings import steps_repeat
 from memo_sim.planning.space import Candidate, Space, policies
+from memo_sim.planning.stage_alone import StageBytes
 
 RANGES: dict[str, int] = {"wide": WIDEST, "narrow": 2}
 """Grid steps of the ranges of alpha that get lower bounds of their own, one after the other."""
@@ -252,7 +253,7 @@ class CandidateBounds:
         """
         candidate = one.candidate
         if one.next_bound == "beside" and candidate.policy.swaps_some and (short := self._short_of(candidate)):
-            bound = replace(bound, device_bytes=self.of_plans.device_room_bytes + short, host_bytes_per_node=0)
+            bound = self.of_plans.short_of_device(bound, short)
             return Bounded(candidate, bound, short, "layers")
         bound = replace(bound, step_s=max(bound.step_s, self._step_s(one)))
         return replace(one, bound=bound, next_bound=self._after(one))
@@ -314,20 +315,19 @@ class CandidateBounds:
         most = most_that_host_holds(grid, bounds, low, high)
         if not partial:
             return bounds.between(grid.at(low), grid.at(most))
-        room = bounds.device_room_bytes
         bound = bounds.rough(grid.at(most), keep=None)
-        if bound.device_bytes <= room:
+        if not bounds.lacks_device(bound):
             bound = bounds.between(grid.at(most), grid.at(most))
             # Where no alpha fits, no time is asked for.
-            fits, step_s = bound.device_bytes <= room, 0.0
+            fits, step_s = not bounds.lacks_device(bound), 0.0
             if fits:
                 low = least_that_fits(lambda step: self._holds_too_much(grid.at(step)), low, most)
                 step_s = bounds.step_s_between(grid.at(low), grid.at(most))
             bound = replace(bound, step_s=step_s)
-        if most < grid.steps - 1 and bound.device_bytes > room:
-            short = self._least_short(grid, most, bound.device_bytes - room)
-            return replace(bound, device_bytes=room + short, host_bytes_per_node=0)
-        return replace(bound, host_bytes_per_node=0)
+        bound = replace(bound, host_bytes_per_node=0)
+        if most < grid.steps - 1 and bounds.lacks_device(bound):
+            return bounds.short_of_device(bound, self._least_short(grid, most, bounds.shortfall_bytes(bound)))
+        return bound
 
     def _short_of(self, candidate: Candidate) -> int:
         """Return bytes that every alpha of a partial swap is short of, without a lowering; 0 where some may fit."""
@@ -335,7 +335,7 @@ class CandidateBounds:
         if grid.steps < 2:
             return 0
         most = most_that_host_holds(grid, bounds, 1, grid.steps - 1)
-        device_short = max(0, bounds.memory(grid.at(most)).device_bytes - bounds.device_room_bytes)
+        device_short = bounds.shortfall_bytes(replace(bounds.memory(grid.at(most)), host_bytes_per_node=0))
         return self._least_short(grid, most, device_short) if most < grid.steps - 1 else device_short
 
     def _least_short(self, grid: Grid, most: int, device_short: int) -> int:
@@ -361,10 +361,11 @@ class CandidateBounds:
         may_fit = [bound for bound in found if not bounds.shortfall_bytes(bound)]
         if not may_fit and partial and most < high:
             short = self._least_short(grid, most, min(map(bounds.shortfall_bytes, found)))
-            return LowerBound(0.0, bounds.device_room_bytes + short, 0)
+            return bounds.short_of_device(replace(found[0], step_s=0.0), short)
         if not may_fit:
             return min(found, key=bounds.shortfall_bytes)
-        return LowerBound(
+        return replace(
+            may_fit[0],
             step_s=min(bound.step_s for bound in may_fit),
             device_bytes=min(bound.device_bytes for bound in may_fit),
             host_bytes_per_node=min(bound.host_bytes_per_node for bound in may_fit),
@@ -409,7 +410,7 @@ class CandidateBounds:
 
     def _holds_too_much(self, decisions: Decisions) -> bool:
         """Return whether what a plan keeps on the device is known to be too much, without a lowering."""
-        return self.of_plans.memory(decisions).device_bytes > self.of_plans.device_room_bytes
+        return self.of_plans.lacks_device(self.of_plans.memory(decisions))
 
     def _of_fitting(self, candidate: Candidate) -> float:
         """Return a lower bound of the step seconds of a partial swap's alphas that may fit; it swaps more the later.
@@ -467,15 +468,27 @@ class CandidateBounds:
         bounds, base = self.of_plans, candidate.base
         if candidate.policy.alpha is not None:
             of_stage = bounds.of_last_stage if base.layout.subsequences > 1 else bounds.of_fullest_stage
-            return replace(bound, device_bytes=max(bound.device_bytes, of_stage(base)))
+            return self._with_stage(bound, of_stage(base))
         grid = Grid.of(base)
         partial = candidate.policy.swaps_some
         low, high = int(partial), grid.steps - int(partial)
         if high < low:
             return bound
         most = most_that_host_holds(grid, bounds, low, high)
-        device = bounds.of_fullest_stage(grid.at(most))
-        if partial and most < high and device > bounds.device_room_bytes:
-            short = self._least_short(grid, most, device - bounds.device_room_bytes)
-            return replace(bound, device_bytes=max(bound.device_bytes, bounds.device_room_bytes + short))
-        return replace(bound, device_bytes=max(bound.device_bytes, device))
+        raised = self._with_stage(bound, bounds.of_fullest_stage(grid.at(most)))
+        if partial and most < high and bounds.lacks_device(raised):
+            short = bounds.shortfall_bytes(replace(raised, host_bytes_per_node=0))
+            device_bytes = bounds.short_of_device(raised, self._least_short(grid, most, short)).device_bytes
+            return replace(bound, device_bytes=max(bound.device_bytes, device_bytes))
+        return raised
+
+    def _with_stage(self, bound: LowerBound, stage: StageBytes | None) -> LowerBound:
+        """Return ``bound`` with what one stage needs at least.
+
+        What it needs beside its buffers counts among them only where it does not fit: then nothing else is of interest.
+        """
+        if stage is None:
+            return bound
+        fits = stage.total <= self.of_plans.device_room_bytes
+        device_bytes = stage.buffers if fits else stage.total - bound.beside_bytes
+        return replace(bound, device_bytes=max(bound.device_bytes, device_bytes))

@@ -121,6 +121,6 @@ def _may_hold(bounds: LowerBounds, base: Decisions, policy: Policy) -> bool:
     high = with_alpha(base, policy.recompute, 1.0) if policy.swaps_some else low
     if not (goes_together(low) and goes_together(high)):
         return False
-    device = bounds.memory(high, eager_too=True).device_bytes
+    device = bounds.memory(high, eager_too=True).device_bytes  # communicators do not count: more replicas have more
     host = bounds.memory(low).host_bytes_per_node
     return device <= bounds.device_room_bytes and host <= bounds.host_room_bytes

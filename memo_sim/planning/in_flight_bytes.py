@@ -51,10 +51,11 @@ class _Layer:
     """At most of ``kept`` that the layers in both rounding buffers do not need."""
 
 
-def in_flight_bytes(decisions: Decisions) -> int:
-    """Return a lower bound of the dynamic bytes of the fullest stage's device; 0 where the order tells nothing.
+def in_flight_bytes(decisions: Decisions) -> dict[int, int]:
+    """Return lower bounds of the dynamic bytes on a device, by stage; of equal stages, of the first and the last.
 
-    Of a stage with rounding buffers, the layers in them may have no other buffers, so as many layers are left out.
+    Nothing where the order tells nothing. Of a stage with rounding buffers, the layers in them may have no other
+    buffers, so as many layers are left out.
 
     Raises:
         Infeasible: when the layout does not divide the model or the sequence.
@@ -62,22 +63,22 @@ def in_flight_bytes(decisions: Decisions) -> int:
     layout = decisions.layout
     known = layout.pp > 1 and layout.subsequences == 1 and layout.schedule in SCHEDULES
     if not known or decisions.recompute_layers != ALL or decisions.memory_policy != "planned":
-        return 0
+        return {}
     micro_batches = min(decisions.micro_batches, ENOUGH * layout.pp)
     alike = Layout(pp=layout.pp, schedule=layout.schedule, virtual_stages=layout.virtual_stages)
     layers, kinds = _layers(decisions), decisions.model.layer_kinds
-    found = 0
-    for stage, runs in _fullest(decisions, kinds):
+    found = dict[int, int]()
+    for stage, runs in _ends_of_equal(decisions, kinds):
         chunks = [[layers[kind] for kind in run] for run in runs]
         for held, waiting in _moments(alike, stage, micro_batches):
             resident = max(layer.resident for chunk in chunks for layer in chunk)
             kept = sum(count * layer.kept for count, chunk in zip(held, chunks, strict=True) for layer in chunk)
             deferred = waiting * sum(layer.deferred for chunk in chunks for layer in chunk)
-            found = max(found, max(0, kept - resident) + deferred)
+            found[stage] = max(found.get(stage, 0), max(0, kept - resident) + deferred)
     return found
 
 
-def _fullest(decisions: Decisions, kinds: Sequence[int]) -> list[tuple[int, _Runs]]:
+def _ends_of_equal(decisions: Decisions, kinds: Sequence[int]) -> list[tuple[int, _Runs]]:
     """Return stages of which one holds most, with the kinds of their layers; of equal ones, the first and the last."""
     ends: dict[_Runs, list[int]] = {}
     for stage in stages_of(decisions):

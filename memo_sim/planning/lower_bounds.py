@@ -25,10 +25,11 @@ import msgspec
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.layer_shape import LayerShape
-from memo_sim.contract.plan import Decisions
+from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.costs.pricing import NodeRates
 from memo_sim.engine.layers import step_s_of_few_layers
+from memo_sim.engine.memory import reserve_with
 from memo_sim.memory.eager_framework import fused_loss, libraries_of
 from memo_sim.memory.huggingface import absent_states
 from memo_sim.planning.beside_kept import Change, has_waits, passes_beside
@@ -38,12 +39,13 @@ from memo_sim.planning.pipeline_lower_bound import kept
 from memo_sim.planning.presets import Policy
 from memo_sim.planning.pricers import Pricers
 from memo_sim.planning.recent import Recent
-from memo_sim.planning.stage_alone import StagesAlone, stands_alone
+from memo_sim.planning.stage_alone import StageBytes, StagesAlone, stands_alone
 from memo_sim.planning.stage_passes import SCHEDULES, ChunkSeconds, StagePasses, least_chunk
 from memo_sim.planning.step_ends import KEPT, NO_END, BlockEnds, StepEnds
 from memo_sim.planning.subsequences import PartTimes, part_prices
 from memo_sim.planning.w_pass_bytes import waiting_bytes
 from memo_sim.planning.window_bytes import WindowBytes
+from memo_sim.program.analysis.communicators import least_communicators
 from memo_sim.program.attention.ring import step_works
 from memo_sim.program.data_parallel.optimizer import Optimizer
 from memo_sim.program.ir.instruction import Lane
@@ -77,7 +79,10 @@ class LowerBound:
 
     step_s: float
     device_bytes: int
+    """Of the plan's buffers."""
     host_bytes_per_node: int
+    beside_bytes: int = 0
+    """Of a device, beside the buffers: what the plan's communicators take more than the profile reserves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,23 @@ class _Around:
     before_s: float
     after_s: float
     end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _States:
+    """Bytes of one rank's states of blocks of parameters: on the device, and on the host."""
+
+    layers: list[tuple[int, int]]
+    """Of a layer of each kind."""
+    first: tuple[int, int]
+    """Of what the first stage has beside its layers."""
+    last: tuple[int, int]
+
+    def of_stage(self, stage: Stage, kinds: Sequence[int]) -> tuple[int, int]:
+        """Return the bytes of a whole stage; ``kinds``: the number of the kind of every layer of the model."""
+        held = [self.layers[kinds[layer]] for layer in stage.layers]
+        held += [self.first] * stage.first + [self.last] * stage.last
+        return sum(device for device, _ in held), sum(host for _, host in held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +131,8 @@ class LowerBounds:
 
     def __init__(self, hardware: Hardware, cluster: Cluster, passes: Passes | None = None) -> None:
         """``passes``: passes of the same devices with another amount of memory, whose lowerings are reused here."""
-        reserve = sum(int(quantity.value) for quantity in hardware.reserve_bytes.values())
-        self.device_room_bytes = int(hardware.device_memory_bytes.value) - reserve
+        self._reserve_bytes = sum(int(quantity.value) for quantity in hardware.reserve_bytes.values())
+        self.device_room_bytes = int(hardware.device_memory_bytes.value) - self._reserve_bytes
         self.host_room_bytes = int((cluster.host_memory_bytes or hardware.host_memory_bytes).value)
         self._cluster = cluster
         self.passes = passes or Passes(hardware, cluster)
@@ -119,10 +141,11 @@ class LowerBounds:
         self._alone = StagesAlone(hardware, cluster)
         self._passes = StagePasses()
         self._pricers = Pricers(hardware, cluster)
-        self._stage_bytes: dict[Decisions, int] = {}
+        self._stage_bytes: dict[Decisions, StageBytes] = {}
         self._in_flight_bytes: dict[Decisions, int] = {}
-        self._blocks: dict[Decisions, tuple[list[tuple[int, int]], tuple[int, int]]] = {}
-        """States of a layer of each kind and of the ends; splits into stages and policies share them."""
+        self._beside: dict[Layout, int] = {}
+        self._blocks: dict[Decisions, _States] = {}
+        """Splits into stages and policies share them."""
         self._computed: dict[tuple[Decisions, bool, bool, int], _Parts] = {}
         """The compute lane's part of passes, by ``of_one_pass`` and what else of the layout it depends on."""
         self._known_parts: Recent[tuple[Decisions, bool], _Parts] = Recent(MOST_PARTS)
@@ -135,8 +158,8 @@ class LowerBounds:
 
     def shortfall_bytes(self, bound: LowerBound) -> int:
         """Return a lower bound of the missing bytes (``Prediction.missing_bytes``); 0 for plans that may fit."""
-        device, host = bound.device_bytes - self.device_room_bytes, bound.host_bytes_per_node - self.host_room_bytes
-        return max(0, device) + max(0, host)
+        device = bound.device_bytes + bound.beside_bytes - self.device_room_bytes
+        return max(0, device) + max(0, bound.host_bytes_per_node - self.host_room_bytes)
 
     def of(self, decisions: Decisions) -> LowerBound:
         """Return the lower bounds of one plan.
@@ -259,7 +282,8 @@ class LowerBounds:
             Infeasible: when ``keep`` cannot be lowered, or the profile has not measured its work.
         """
         device, host = self._states(keep)
-        bound = LowerBound(0.0, max(device, self._before_w_passes(keep)), host * self._local(keep))
+        host *= self._local(keep)
+        bound = LowerBound(0.0, max(device, self._before_w_passes(keep)), host, self._beside_bytes(keep))
         if not beside or self.shortfall_bytes(bound):
             return bound
         return replace(bound, step_s=self.beside_s(keep, beside, waits=waits))
@@ -334,14 +358,16 @@ class LowerBounds:
         counts_device = not any_alpha and (eager_too or decisions.memory_policy != "eager")
         if decisions.offload_window:
             device, host = self._in_window(decisions)
-            return LowerBound(0.0, device if counts_device else self._states(decisions)[0], host)
+            device = device if counts_device else self._states(decisions)[0]
+            return LowerBound(0.0, device, host, self._beside_bytes(decisions))
         device, host = self._states(decisions)
         waiting = self._before_w_passes(decisions)
         parts = self._layers(decisions, _shortest_stage(decisions))
         if counts_device:
-            device += max(self._held_bytes(parts), self._in_flight(decisions))
+            device = max(device + self._held_bytes(parts), self._in_flight(decisions))
         swapped = self._swapped_bytes(decisions, parts)
-        return LowerBound(0.0, max(device, waiting), (host + swapped) * self._local(decisions))
+        host_per_node = (host + swapped) * self._local(decisions)
+        return LowerBound(0.0, max(device, waiting), host_per_node, self._beside_bytes(decisions))
 
     def _before_w_passes(self, decisions: Decisions) -> int:
         """Return a lower bound of a device's bytes before the first W pass, under every policy; 0 where none is known.
@@ -351,9 +377,9 @@ class LowerBounds:
         waiting = [] if decisions.memory_policy == "eager" else waiting_bytes(decisions)
         if not waiting:
             return 0
-        blocks, kinds = self._states_of_blocks(decisions)[0], decisions.model.layer_kinds
+        states, kinds = self._states_of_blocks(decisions), decisions.model.layer_kinds
         stages = zip(stages_of(decisions), waiting, strict=True)
-        return max(more + sum(blocks[kinds[layer]][0] for layer in stage.layers) for stage, more in stages)
+        return max(more + states.of_stage(stage, kinds)[0] for stage, more in stages)
 
     def _in_window(self, decisions: Decisions) -> tuple[int, int]:
         """Return lower bounds with an offload window: of the fullest device's bytes, and of those of a node's host.
@@ -361,12 +387,12 @@ class LowerBounds:
         A node's host serves all ranks on the node, and several stages where these have fewer ranks than the node.
         """
         kinds, layout = decisions.model.layer_kinds, decisions.layout
-        blocks, (ends_device, ends_host) = self._states_of_blocks(decisions)
+        states = self._states_of_blocks(decisions)
         window, device, host = WindowBytes(decisions), list[int](), list[int]()
         for stage in stages_of(decisions):
-            held = [blocks[kinds[layer]] for layer in stage.layers]
-            device.append(ends_device + sum(one for one, _ in held) + window.device_bytes(stage.index))
-            host.append(ends_host + sum(one for _, one in held) + window.host_bytes(stage.index))
+            on_device, on_host = states.of_stage(stage, kinds)
+            device.append(on_device + window.device_bytes(stage.index))
+            host.append(on_host + window.host_bytes(stage.index))
         ranks, of_nodes = layout.devices // layout.pp, Counter[int]()
         for rank in range(layout.devices):
             of_nodes[rank // self._cluster.devices_per_node] += host[rank // ranks]
@@ -398,14 +424,23 @@ class LowerBounds:
 
         Without ``lowered``, few layers are not lowered for it: of a plan without stages, all cost no more.
         """
-        room = self.device_room_bytes
-        if self.rough(decisions, keep=None).device_bytes > room:
+        if self.lacks_device(self.rough(decisions, keep=None)):
             return True
-        of_stage = self.of_fullest_stage(decisions)
-        return (of_stage or self.of(decisions).device_bytes if lowered else of_stage) > room
+        if of_stage := self.of_fullest_stage(decisions):
+            return of_stage.total > self.device_room_bytes
+        return lowered and self.lacks_device(self.of(decisions))
 
-    def of_fullest_stage(self, decisions: Decisions) -> int:
-        """Return a lower bound of a device's bytes, from stages that are likely to need most; 0 where there is none.
+    def lacks_device(self, bound: LowerBound) -> bool:
+        """Return whether plans with this bound need more device memory than there is."""
+        return bound.device_bytes + bound.beside_bytes > self.device_room_bytes
+
+    def short_of_device(self, bound: LowerBound, shortfall_bytes: int) -> LowerBound:
+        """Return ``bound`` for plans that are short of so many bytes of a device at least, or of more on a host."""
+        device_bytes = self.device_room_bytes + shortfall_bytes - bound.beside_bytes
+        return replace(bound, device_bytes=device_bytes, host_bytes_per_node=0)
+
+    def of_fullest_stage(self, decisions: Decisions) -> StageBytes | None:
+        """Return a lower bound of a device's bytes, from stages that are likely to need most; None where none is known.
 
         The first stage is ahead of its first backward by most micro-batches. Zero-bubble's last one defers most W
         passes. Where stages differ, those that follow may have more layers. Once a stage does not fit, no other counts.
@@ -414,19 +449,18 @@ class LowerBounds:
             Infeasible: when the plan cannot be lowered.
         """
         if decisions.layout.pp == 1 or not stands_alone(decisions) or decisions.memory_policy != "planned":
-            return 0
+            return None
         if decisions not in self._stage_bytes:
-            bytes_of = self._alone.device_bytes
-            most = 0
+            found = list[StageBytes]()
             for stage in _fullest_stages(decisions):
-                most = max(most, bytes_of(decisions, stage))
-                if most > self.device_room_bytes:
+                found.append(self._alone.device_bytes(decisions, stage))
+                if found[-1].total > self.device_room_bytes:
                     break
-            self._stage_bytes[decisions] = most
+            self._stage_bytes[decisions] = max(found, key=lambda one: one.total)
         return self._stage_bytes[decisions]
 
-    def of_last_stage(self, decisions: Decisions) -> int:
-        """Return the device bytes of a plan's last stage; 0 where that is no lower bound of what the plan needs.
+    def of_last_stage(self, decisions: Decisions) -> StageBytes | None:
+        """Return the device bytes of a plan's last stage; None where that is no lower bound of what the plan needs.
 
         With subsequences, no stage is likely to need more: others hold what they are ahead by, the last one the head.
 
@@ -434,7 +468,7 @@ class LowerBounds:
             Infeasible: when the plan cannot be lowered.
         """
         if decisions.layout.pp == 1 or decisions.memory_policy != "planned":
-            return 0
+            return None
         if decisions not in self._stage_bytes:
             self._stage_bytes[decisions] = self._alone.last_stage_bytes(decisions)
         return self._stage_bytes[decisions]
@@ -582,7 +616,8 @@ class LowerBounds:
         device, host = self._states(decisions)
         layout = decisions.layout
         if layout.multiplexed:  # helper stages hold, swap and exchange other rows than their own: only this is certain
-            return LowerBound(self._shared_s(parts.whole, layout.pp), device, host * self._local(decisions))
+            host *= self._local(decisions)
+            return LowerBound(self._shared_s(parts.whole, layout.pp), device, host, self._beside_bytes(decisions))
         # The first stage is ahead of its first backward by as many micro-batches as there are stages; with GPipe, by
         # all. With subsequences, it is ahead by as many subsequences, and by all those of one micro-batch. With an
         # offload window, a layer's rows leave before its backward begins, so how many are held is not known.
@@ -602,14 +637,31 @@ class LowerBounds:
             host_bytes = (host + min(held.host_bytes for held, _ in found)) * self._local(decisions)
         return LowerBound(
             step_s=self._step_s(decisions, parts, ends),
-            device_bytes=device + int(max(least, in_flight * layer_bytes, self._in_flight(high))),
+            device_bytes=max(device + int(max(least, in_flight * layer_bytes)), self._in_flight(high)),
             host_bytes_per_node=host_bytes,
+            beside_bytes=self._beside_bytes(decisions),
         )
 
+    def _beside_bytes(self, decisions: Decisions) -> int:
+        """Return a lower bound of what communicators take on a device, less what the profile reserves for them."""
+        if decisions.memory_policy != "planned":  # an eager framework makes others
+            return 0
+        layout = decisions.layout
+        if layout not in self._beside:
+            reserve = reserve_with(least_communicators(layout), self._hardware)
+            self._beside[layout] = sum(reserve.values()) - self._reserve_bytes
+        return self._beside[layout]
+
     def _in_flight(self, decisions: Decisions) -> int:
-        """Return what a stage's device holds for other passes, of those that swap no more (``in_flight_bytes.py``)."""
+        """Return what a stage's device holds: its states, and what lives from pass to pass (``in_flight_bytes.py``).
+
+        It holds for plans that swap no more. 0 where nothing is known.
+        """
         if decisions not in self._in_flight_bytes:
-            self._in_flight_bytes[decisions] = in_flight_bytes(decisions)
+            states, kinds = self._states_of_blocks(decisions), decisions.model.layer_kinds
+            held = in_flight_bytes(decisions)
+            of_stages = (states.of_stage(stages_of(decisions)[at], kinds)[0] + more for at, more in held.items())
+            self._in_flight_bytes[decisions] = max(of_stages, default=0)
         return self._in_flight_bytes[decisions]
 
     def _written_over_bytes(self, decisions: Decisions) -> int:
@@ -744,8 +796,9 @@ class LowerBounds:
         With pipeline stages, only those of layers, on the stage that has the least of them.
         """
         model, layout = decisions.model, decisions.layout
-        each, (device, host) = self._states_of_blocks(decisions)
-        of = model.layer_kinds
+        states = self._states_of_blocks(decisions)
+        each, of = states.layers, model.layer_kinds
+        device, host = _added_bytes(states.first, states.last) if layout.pp == 1 else (0, 0)
         if layout.pp == 1 or len(each) == 1:
             fewest = model.layers if layout.pp == 1 else len(_shortest_stage(decisions).layers)
             stages = {of if len(each) > 1 else (0,) * fewest}
@@ -755,8 +808,8 @@ class LowerBounds:
         some_device, some_host = (min(some) for some in zip(*held, strict=True))
         return device + some_device, host + some_host
 
-    def _states_of_blocks(self, decisions: Decisions) -> tuple[list[tuple[int, int]], tuple[int, int]]:
-        """Return the bytes of one rank's states of a layer of each kind, and of the ends where there is one stage."""
+    def _states_of_blocks(self, decisions: Decisions) -> _States:
+        """Return the states of the blocks of parameters that stages hold."""
         model, layout, adapters = decisions.model, decisions.layout, decisions.lora
         alike = decisions
         if decisions.fp8 == "none":
@@ -767,14 +820,12 @@ class LowerBounds:
         if alike in self._blocks:
             return self._blocks[alike]
         absent = absent_states(decisions)
-        ends = (0, 0)
-        if layout.pp == 1:
-            embed, head = (block(model, layout.tp, adapters=adapters) for block in (embed_block, head_block))
-            optimizers = (
-                Optimizer(decisions, embed, BlockKind.EMBED, 1),
-                Optimizer(decisions, head, BlockKind.HEAD, 1),
-            )
-            ends = _added_bytes(*(_states_bytes(each, absent) for each in optimizers))
+        embed, head = (block(model, layout.tp, adapters=adapters) for block in (embed_block, head_block))
+        first = _states_bytes(Optimizer(decisions, embed, BlockKind.EMBED, 1), absent)
+        last = _states_bytes(Optimizer(decisions, head, BlockKind.HEAD, 1), absent)
+        if layout.pp > 1 and model.tied_embeddings:  # the last stage classifies with it, and has no positions
+            again = embed_block(model, layout.tp, positions=False, adapters=adapters)
+            last = _added_bytes(last, _states_bytes(Optimizer(decisions, again, BlockKind.EMBED, 1), absent))
         layers = []
         for shape in model.layer_shapes:
             block = layer_block(model, layout.divided, shape, ep=layout.ep, adapters=adapters)
@@ -783,7 +834,7 @@ class LowerBounds:
             if experts is not None:
                 more = _states_bytes(Optimizer(decisions, experts, BlockKind.EXPERTS, 1), absent)
                 layers[-1] = _added_bytes(layers[-1], more)
-        self._blocks[alike] = layers, ends
+        self._blocks[alike] = _States(layers, first, last)
         return self._blocks[alike]
 
 

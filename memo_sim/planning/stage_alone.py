@@ -29,7 +29,7 @@ from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import Decisions
 from memo_sim.costs.pricing import NodeRates
-from memo_sim.engine.memory import memory_of
+from memo_sim.engine.memory import Memory, memory_of
 from memo_sim.engine.playback import Floats
 from memo_sim.engine.repetition import PLAYED, RECEIVED_AHEAD, Repetition, period_of, played_at_first, windows
 from memo_sim.engine.segments import Segments, cut
@@ -66,6 +66,20 @@ def stands_alone(decisions: Decisions) -> bool:
     """
     layout = decisions.layout
     return layout.subsequences == 1 and (layout.metp == 1 if layout.pp == 1 else layout.schedule != "gpipe")
+
+
+@dataclass(frozen=True, slots=True)
+class StageBytes:
+    """Bytes of one stage on a device, without the reserve of the profile."""
+
+    buffers: int
+    beside: int
+    """What communicators and libraries take more than the profile reserves for them."""
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.buffers + self.beside
 
 
 @dataclass
@@ -198,8 +212,8 @@ class StagesAlone:
         seconds = np.minimum(self._seconds(low, first), self._seconds(high, last))[order.of_template]
         return order.step_s(seconds) * (1 - ROUNDING)
 
-    def device_bytes(self, decisions: Decisions, stage: int) -> int:
-        """Return a lower bound of a device's bytes, without the reserve: those of one stage.
+    def device_bytes(self, decisions: Decisions, stage: int) -> StageBytes:
+        """Return a lower bound of the bytes that one stage needs on a device, without the reserve of the profile.
 
         Raises:
             Infeasible: when the plan cannot be lowered.
@@ -210,12 +224,12 @@ class StagesAlone:
         every = program.all_families
         sizes = np.repeat(np.array([f.bytes for f in every], dtype=np.int64), [f.count for f in every])
         columns = replace(order.columns, buffer_bytes=sizes)
-        return memory_of(program, columns, decisions, self._hardware, self._cluster).device.bytes
+        return self._beyond_reserve(memory_of(program, columns, decisions, self._hardware, self._cluster))
 
-    def last_stage_bytes(self, decisions: Decisions) -> int:
+    def last_stage_bytes(self, decisions: Decisions) -> StageBytes:
         """Return the bytes that the last stage needs on a device, without the reserve of the profile.
 
-        Its communicators may need more than the profile reserves for them. Its program is written as the engine plays
+        Its program is written as the engine plays
         it, so it may have subsequences. It is not kept: that of 512 subsequences has hundreds of MB.
 
         Raises:
@@ -225,9 +239,11 @@ class StagesAlone:
         replayed = decisions.memory_policy != "planned"
         played = played_at_first(decisions.layout, decisions.micro_batches, replayed=replayed)
         program = stage_program(decisions, shape, stage, played, made=cached_templates(decisions, shape))
-        memory = memory_of(program, fold(program), decisions, self._hardware, self._cluster)
+        return self._beyond_reserve(memory_of(program, fold(program), decisions, self._hardware, self._cluster))
+
+    def _beyond_reserve(self, memory: Memory) -> StageBytes:
         reserve_bytes = sum(int(quantity.value) for quantity in self._hardware.reserve_bytes.values())
-        return memory.device_total_bytes - reserve_bytes
+        return StageBytes(memory.device.bytes, memory.reserve_bytes - reserve_bytes)
 
     def _of(self, decisions: Decisions, stage: int) -> _Written:
         return self._written.of((decisions, stage), lambda: self._write(decisions, stage))

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from memo_sim.contract.plan import Decisions
+from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.ir.instruction import Instruction, Lane
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Collective, Exchange, PointToPoint
@@ -57,6 +57,20 @@ def group_keys(program: Program) -> list[Key]:
         elif isinstance(instruction.work, PointToPoint):
             found.add(p2p_key(instruction.work))
     return sorted(found)
+
+
+def least_communicators(layout: Layout) -> list[int]:
+    """Return the ranks of communicators that ``communicators`` has for each stage of a plan with planned memory.
+
+    Nothing is lowered. Norm and loss are summed over the groups (``optimizer.totals``); attention divides its sequence
+    or heads. A stage sends to its neighbours and receives from them; with interleaved chunks, the first and the last
+    one are neighbours, too. There may be more.
+    """
+    degrees = [layout.tp, layout.replicas, layout.pp, layout.ring, layout.ulysses]
+    if layout.pp > 1 and not layout.multiplexed:
+        neighbours = 2 if layout.virtual_stages > 1 and layout.pp > PAIR else 1
+        degrees += [PAIR] * 2 * neighbours  # there and back
+    return [size for size in (layout.devices, *degrees) if size > 1]
 
 
 def communicators(program: Program, decisions: Decisions) -> list[int]:

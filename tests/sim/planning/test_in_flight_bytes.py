@@ -45,7 +45,9 @@ def check(decisions: Decisions, least: float = 0.0) -> None:
             if family.space == "device" and family.lifetime == "step" and not family.name.startswith("skeletal")
         )
         dynamic.append(stage.memory.device.bytes - lasting)
-    assert least * max(dynamic) <= in_flight_bytes(decisions) <= max(dynamic)
+    held = in_flight_bytes(decisions)
+    assert all(more <= dynamic[stage] for stage, more in held.items())
+    assert max(held.values()) >= least * max(dynamic)
     needed = max(stage.memory.device.bytes for stage in played.stages)
     assert LowerBounds(hardware, cluster).of(decisions).device_bytes <= needed
 

@@ -57,9 +57,12 @@ def check(decisions: Decisions, cluster: Cluster, hardware: Hardware, least: flo
     assert step_s is not None
     found_s = bounds.of_one_stage(decisions, decisions)
     assert least * step_s < found_s <= step_s
+    reserve_bytes = sum(int(quantity.value) for quantity in hardware.reserve_bytes.values())
     for stage in range(len(stages_of(decisions))):
         assert 0 < (alone.step_s(decisions, decisions, stage, before_s=0.0, after_s=0.0) or 0.0) <= step_s
-        assert alone.device_bytes(decisions, stage) <= played.stages[stage].memory.device.bytes
+        memory, found = played.stages[stage].memory, alone.device_bytes(decisions, stage)
+        assert found.buffers <= memory.device.bytes
+        assert found.beside <= memory.reserve_bytes - reserve_bytes
         kernels_s = alone.kernels_s(decisions, decisions, stage) or 0.0
         kernels = played.stages[stage].columns.lane == Lane.COMPUTE
         busy_s = float((played.stages[stage].seconds * played.stages[stage].weights)[kernels].sum())

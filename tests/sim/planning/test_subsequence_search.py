@@ -465,8 +465,9 @@ def test_the_plan_nearest_to_fitting_is_exact_where_both_memories_are_short(degr
             continue
         bound = bounds.memory(one.decisions)
         assert bounds.shortfall_bytes(bound) <= one.prediction.missing_bytes
-        last_bytes = bounds.of_last_stage(one.decisions)
-        assert bounds.shortfall_bytes(replace(bound, device_bytes=last_bytes)) <= one.prediction.missing_bytes
+        last = bounds.of_last_stage(one.decisions)
+        held = replace(bound, device_bytes=last.buffers, beside_bytes=last.beside) if last else bound
+        assert bounds.shortfall_bytes(held) <= one.prediction.missing_bytes
 
 
 @pytest.mark.parametrize("window", [0, 1])
@@ -477,8 +478,10 @@ def test_the_last_stage_shows_what_a_device_lacks(window: int) -> None:
     plan = Decisions(model=shallow(4), layout=layout, seq_tokens=16 * K, swapped_tokens=16 * K, offload_window=window)
     prediction, bounds = simulate(plan, hardware, cluster).prediction, LowerBounds(hardware, cluster)
     assert prediction.status == "gpu_oom"
-    lacking_bytes = bounds.of_last_stage(plan) - bounds.device_room_bytes
-    assert bounds.memory(plan).device_bytes - bounds.device_room_bytes < lacking_bytes == prediction.shortfall_bytes
+    last = bounds.of_last_stage(plan)
+    assert last is not None
+    lacking_bytes = last.total - bounds.device_room_bytes
+    assert bounds.shortfall_bytes(bounds.memory(plan)) < lacking_bytes == prediction.shortfall_bytes
 
 
 def of_one_stage(device_gib: float, **pins: object) -> Question:

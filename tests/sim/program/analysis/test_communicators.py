@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import product
 from typing import get_args
 
 import msgspec
 import pytest
 
+from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.knobs import CpExchange, Schedule
 from memo_sim.contract.plan import Layout
-from memo_sim.program.analysis.communicators import communicators
+from memo_sim.program.analysis.communicators import communicators, least_communicators
 from memo_sim.program.ir.instruction import COLLECTIVE_LANES
 from memo_sim.program.ir.work import Group
 from memo_sim.program.lower import lower
@@ -82,3 +86,32 @@ def test_stages_of_an_eager_framework_send_in_one_group() -> None:
 def test_a_ring_of_an_eager_framework_has_one_with_each_neighbour(cp: int, exchange: str, pairs: list[int]) -> None:
     (eager,) = sizes(Layout(cp=cp, cp_exchange=exchange), "eager")
     assert eager == [cp, cp, cp, *pairs]  # all ranks, the ring, the replicas
+
+
+DEGREES = [
+    *({"pp": 2, "dp": 2, "zero": zero} for zero in (0, 1, 2, 3)),
+    *({"cp": 4, "cp_exchange": exchange} for exchange in get_args(CpExchange)),
+    {"pp": 4, "cp": 2, "ulysses": 2},
+    {"metp": 2, "dp": 2, "zero": 1},
+    {"metp": 4},
+    {"dp": 8, "zero": 3, "zero_ranks": 4},
+    {"pp": 2, "subsequences": 2},
+    {"pp": 2, "subsequences": 2, "multiplexed": True},
+    {"pp": 4},
+]
+
+
+@pytest.mark.parametrize(("tp", "schedule"), list(product((1, 2), get_args(Schedule))))
+@pytest.mark.parametrize("degrees", DEGREES, ids=str)
+def test_every_stage_has_the_least_communicators(degrees: dict[str, int], tp: int, schedule: Schedule) -> None:
+    chunks = 2 if schedule == "interleaved" else 1
+    layout = Layout(tp=tp, sequence_parallel=tp > 1, schedule=schedule, virtual_stages=chunks, **degrees)
+    model = msgspec.structs.replace(GPT, layers=8)
+    try:
+        programs = lower(decide(model, layout, global_batch=16))
+    except Infeasible:
+        pytest.skip("no such layout")
+    least = Counter(least_communicators(layout))
+    found = [Counter(communicators(program, decide(model, layout, global_batch=16))) for program in programs]
+    assert all(least <= each for each in found)
+    assert sum(least.values()) >= 0.5 * max(each.total() for each in found)
