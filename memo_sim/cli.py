@@ -193,9 +193,11 @@ def _ask(plan: Plan | None, question: Question, options: Options, price: float |
     if plan is not None:
         where = options["plan_path"] or options["job_paths"][0]
         return priced(plan, question, where=where, price_per_gpu_hour=price, command=command)
-    top = options["top"] or (IN_JSON if options["as_json"] or options["report"] else IN_TEXT)
+    document = options["as_json"] or options["report"]
+    top = options["top"] or (IN_JSON if document else IN_TEXT)
+    explained = bool(document or options["why"] or options["pareto"] or (options["top"] or 1) > 1)
     wanted: Options = {name: options[name] for name in ("pareto", "one_more_gib")}
-    wanted |= {"top": top, "price_per_gpu_hour": price, "command": command}
+    wanted |= {"top": top, "price_per_gpu_hour": price, "command": command, "explained": explained}
     with command_processes(options["jobs"]):
         return with_progress("plans", lambda tell: answered(question, **wanted, progress=tell), told="tried")
 

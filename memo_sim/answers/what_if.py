@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from math import exp, expm1
+from math import exp, expm1, inf
 from pathlib import Path
 
 import msgspec
@@ -12,7 +12,7 @@ import msgspec
 import memo_sim
 from memo_sim.answers.goodput import goodput_reasons
 from memo_sim.answers.odd_length import about_length
-from memo_sim.answers.summary import summary_of
+from memo_sim.answers.summary import MUCH_SLOWER, summary_of
 from memo_sim.contract.accuracy import Setting
 from memo_sim.contract.attention_kernels import PRICED_ONLY
 from memo_sim.contract.codec import check_distinct, check_not_read, check_writable, sha256_of, write
@@ -151,9 +151,13 @@ def what_if(
     top: int = 10,
     pareto: bool = False,
     price_per_device_hour: float | None = None,
+    explained: bool = True,
     progress: Progress | None = None,
 ) -> Answer:
     """Return the answer to ``question`` with its ``top`` plans; with a price, what tokens cost.
+
+    ``explained``: whether the reasons know how every policy does on the best plan's layout. Without, only those are
+    evaluated that may be nearly as fast.
 
     They are the plans that an exhaustive evaluation would rank first. Where layouts have subsequences, this holds for
     the first ``LEAST_EXACT`` plans only, and where there are many layouts for the first ``LEAST_OF_MANY``. Of larger
@@ -166,8 +170,9 @@ def what_if(
         UsageError: when pinned knobs contradict each other or the cluster.
     """
     exact = exact_ranks(question, top)
-    found = search(question, keep=exact, siblings=True, front=pareto, progress=progress)
-    found = with_larger_micro_batches(question, found)
+    siblings = inf if explained else 1 + MUCH_SLOWER
+    found = search(question, keep=exact, siblings=siblings, front=pareto, progress=progress)
+    found = with_larger_micro_batches(question, found, siblings=siblings)
     simulation, arena = _best_that_fits(question, found)
     best, beyond = found.best, list[str]()
     if exact < min(top, len(found.ranked)):

@@ -15,7 +15,7 @@ class Aims:
     """Whether the Pareto front is exact, too."""
     prune: bool = True
     """Whether candidates may be left out."""
-    siblings: bool = False
-    """Whether all policies on the best plan's layout are evaluated."""
+    siblings: float = 0.0
+    """How many times the best plan's step the plans take at most whose policies are evaluated on its layout."""
     enough_s: float | None = None
     """Step seconds at which the search ends: with the first plan that fits and needs no longer."""

@@ -3,7 +3,8 @@
 A range of alphas is halved until its bound reaches the time of the best plan so far. The widest ranges have the ends
 that the bounds of a few layers had before (``bounded_candidates.py``), which are known for each. Ranges that these
 decide are not played, nor are ranges whose most swapped tokens leave too much on the device. Neighbours share an alpha,
-so each is lowered once. The search ends at the first single alpha that may be faster.
+so each is lowered once. The search ends when the least bound is that of a single alpha, whose plan may then be played:
+most plans that are slower than the best are slower by less than their bounds are too low.
 
       alpha     0        1/4        1/2        3/4        1
       bound     |-- 114 --|- 108 -|109|-- 110 --|-- 111 --|        none is below 107, the best so far
@@ -12,7 +13,9 @@ so each is lowered once. The search ends at the first single alpha that may be f
 from __future__ import annotations
 
 from collections.abc import Callable
+from heapq import heapify, heappop, heappush
 from itertools import pairwise
+from math import inf
 
 from memo_sim.planning.alpha_search import Grid
 from memo_sim.planning.lower_bounds import LowerBounds
@@ -34,41 +37,50 @@ def least_step_s(
     limit_s: float,
     *,
     lacks: Callable[[int], bool] | None = None,
+    played_s: Callable[[int], float] | None = None,
 ) -> float:
-    """Return a lower bound of the step seconds at all grid steps from ``low`` to ``high``, if it reaches ``limit_s``.
+    """Return a lower bound of the step seconds at all grid steps from ``low`` to ``high``.
 
-    0 when an alpha may be faster. ``lacks``: whether a grid step does not fit on the device, nor any below; such steps
-    do not count. It is asked for only where time does not decide.
+    It reaches ``limit_s``, or it is that of a single step. Both of these are asked for only where bounds do not decide:
+
+    - ``lacks``: whether a grid step does not fit on the device, nor any below; such steps do not count.
+    - ``played_s``: the step seconds of the plan at a grid step, infinite where it does not fit.
 
     Raises:
         Infeasible: when a plan cannot be lowered, or the profile has not measured its work.
     """
-    least_s = float("inf")
     # Nothing is recomputed at the highest step, and nothing is copied at the lowest: these are other programs.
-    ends = [step for step in (0, grid.steps) if low <= step <= high]
-    waiting = [(step, step) for step in ends]
+    ranges = [(step, step) for step in (0, grid.steps) if low <= step <= high]
     low, high = max(low, 1), min(high, grid.steps - 1)
     if low <= high:
-        waiting += reversed(list(pairwise(edges_of(low, high, WIDEST))) or [(low, high)])
-    widest, done = set(waiting), set[tuple[int, int]]()
+        ranges += pairwise(edges_of(low, high, WIDEST)) if low < high else [(low, high)]
+    widest = set(ranges)
+    # The bound that is known of each range, which may be the wider one's that it is a half of, and whether it is.
+    waiting = [(0.0, first, last, False) for first, last in ranges]
+    heapify(waiting)
+    done = set[tuple[int, int]]()
     while waiting:
-        first, last = one = waiting.pop()
-        if one in done:
-            continue
-        done.add(one)
-        found_s = _least_step_s(bounds, grid, first, last, limit_s, few=one in widest or first == last)
-        if found_s >= limit_s:
-            least_s = min(least_s, found_s)
+        known_s, first, last, own = heappop(waiting)
+        if known_s >= limit_s:
+            return known_s
+        if not own:
+            if (first, last) not in done:
+                done.add((first, last))
+                few = (first, last) in widest or first == last
+                found_s = _least_step_s(bounds, grid, first, last, limit_s, few=few)
+                heappush(waiting, (max(known_s, found_s), first, last, True))
         elif lacks is not None and lacks(last):
             continue
         elif first == last:
-            return 0.0
-        elif last - first == 1:
-            waiting += [(last, last), (first, first)]
+            if played_s is None or (found_s := played_s(first)) < limit_s:
+                return known_s
+            heappush(waiting, (found_s, first, last, True))
         else:
             middle = (first + last) // 2
-            waiting += [(middle, last), (first, middle)]
-    return least_s
+            halves = [(first, middle), (middle, last)] if last - first > 1 else [(first, first), (last, last)]
+            for half in halves:
+                heappush(waiting, (known_s, *half, False))
+    return inf
 
 
 def _least_step_s(bounds: LowerBounds, grid: Grid, first: int, last: int, limit_s: float, *, few: bool) -> float:

@@ -12,16 +12,18 @@ wide, narrow from a few of the plan's layers, for each of some ranges of alpha
 alone        from one stage that is played by itself, against the best plans so far; where they are far off, again
              against longer and longer times, with other candidates in between
 memory       from the buffers of the stage that is likely to need most memory
+played       from one stage for each alpha, and from plays of those alphas that it leaves open
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from heapq import heappop, heappush
 from itertools import pairwise
-from typing import Literal
+from math import inf
+from typing import Literal, get_args
 
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions, Layout
@@ -51,8 +53,9 @@ FARTHER = 1.05
 LEAST_SHARED = 3
 """Least number of policies that are worth a lowering of the plan that keeps everything, where it is none of them."""
 
+OfStage = Literal["alone", "memory", "played"]
 NextBound = Literal[
-    "beside", "unswapped", "pipeline", "layers", "passes", "fitting", "halved", "wide", "narrow", "alone", "memory", ""
+    "beside", "unswapped", "pipeline", "layers", "passes", "fitting", "halved", "wide", "narrow", OfStage, ""
 ]
 
 
@@ -96,7 +99,7 @@ class Bounded:
         One stage is played against longer and longer times, and ranges are halved until they need these, each from the
         bounds before it.
         """
-        if self.next_bound in {"alone", "halved"} and self.bound is not None:
+        if self.next_bound in {"alone", "halved", "played"} and self.bound is not None:
             return self.next_bound, limit_s, self.bound.step_s
         return self.next_bound
 
@@ -126,6 +129,8 @@ class CandidateBounds:
         self._question = question
         self._front = front
         self.of_plans = LowerBounds(question.hardware, question.cluster, passes)
+        self.played_s: Callable[[Decisions], float] | None = None
+        """The step seconds of a plan, infinite where it does not fit, if plans may be played for bounds."""
         self._least_s: dict[Decisions, float] = {}
         """By plan that keeps everything: the lower bound of its layout's step time (``pipeline_lower_bound.py``)."""
 
@@ -228,15 +233,8 @@ class CandidateBounds:
         try:
             if one.next_bound in {"beside", "unswapped", "pipeline", "passes", "fitting"}:
                 return self._in_time(one, bound)
-            if one.next_bound == "alone":
-                target_s = min(limit_s, bound.step_s * FARTHER)
-                bound = self._of_one_stage(candidate, bound, target_s)
-                again = 0 < target_s <= bound.step_s < limit_s and candidate.policy.alpha is None
-                return replace(one, bound=bound, next_bound="alone" if again else self._after(one))
-            if one.next_bound == "memory":
-                bound = self._of_fullest_stage(candidate, bound)
-                short = self.of_plans.shortfall_bytes(bound)
-                return Bounded(candidate, bound, short, "" if short else self._after(one))
+            if one.next_bound in get_args(OfStage):
+                return self._from_a_stage(one, bound, limit_s)
             if one.next_bound == "halved":
                 return self._halved(one, bound, limit_s)
             width = RANGES.get(one.next_bound)
@@ -245,6 +243,21 @@ class CandidateBounds:
             return Bounded(candidate)
         higher = _higher(higher, bound)
         return Bounded(candidate, higher, self.of_plans.shortfall_bytes(higher), self._after(one))
+
+    def _from_a_stage(self, one: Bounded, bound: LowerBound, limit_s: float) -> Bounded:
+        """Return a candidate with the next bound from one stage of its pipeline."""
+        candidate = one.candidate
+        if one.next_bound == "alone":
+            target_s = min(limit_s, bound.step_s * FARTHER)
+            bound = self._of_one_stage(candidate, bound, target_s)
+            again = 0 < target_s <= bound.step_s < limit_s and candidate.policy.alpha is None
+            return replace(one, bound=bound, next_bound="alone" if again else self._after(one))
+        if one.next_bound == "played":
+            bound = self._of_one_stage(candidate, bound, limit_s, self.played_s) if limit_s < inf else bound
+            return replace(one, bound=bound, next_bound="")
+        bound = self._of_fullest_stage(candidate, bound)
+        short = self.of_plans.shortfall_bytes(bound)
+        return Bounded(candidate, bound, short, "" if short else self._after(one))
 
     def _in_time(self, one: Bounded, bound: LowerBound) -> Bounded:
         """Return a candidate with the next bound of its step time; of memory, where a partial swap always lacks some.
@@ -272,7 +285,8 @@ class CandidateBounds:
         ranges: tuple[NextBound, ...] = ("wide", "narrow") if self._front else ("wide", "alone")
         if policy.alpha is not None:
             ranges = () if self._front else ("alone",)
-        order: tuple[NextBound, ...] = ("layers", "passes", *ranges, "memory", "")
+        plays: tuple[NextBound, ...] = () if self._front or policy.alpha is not None else ("played",)
+        order: tuple[NextBound, ...] = ("layers", "passes", *ranges, "memory", *plays, "")
         return order[order.index(one.next_bound) + 1]
 
     def _is_plain(self, layout: Layout) -> bool:
@@ -321,8 +335,7 @@ class CandidateBounds:
             # Where no alpha fits, no time is asked for.
             fits, step_s = not bounds.lacks_device(bound), 0.0
             if fits:
-                low = least_that_fits(lambda step: self._holds_too_much(grid.at(step)), low, most)
-                step_s = bounds.step_s_between(grid.at(low), grid.at(most))
+                step_s = bounds.step_s_between(grid.at(self._least_held(grid, low, most)), grid.at(most))
             bound = replace(bound, step_s=step_s)
         bound = replace(bound, host_bytes_per_node=0)
         if most < grid.steps - 1 and bounds.lacks_device(bound):
@@ -356,6 +369,7 @@ class CandidateBounds:
         partial = candidate.policy.swaps_some
         low, high = (1, grid.steps - 1) if partial else (0, grid.steps)
         most = most_that_host_holds(grid, bounds, low, high)
+        low = self._least_held(grid, low, most) if partial else low
         pairs = list(pairwise(edges_of(low, most, width))) or [(most, most)]
         found = [bounds.between(grid.at(first), grid.at(last)) for first, last in pairs]
         may_fit = [bound for bound in found if not bounds.shortfall_bytes(bound)]
@@ -408,10 +422,6 @@ class CandidateBounds:
             add(first, middle)
             add(middle if last - first > 1 else last, last)
 
-    def _holds_too_much(self, decisions: Decisions) -> bool:
-        """Return whether what a plan keeps on the device is known to be too much, without a lowering."""
-        return self.of_plans.lacks_device(self.of_plans.memory(decisions))
-
     def _of_fitting(self, candidate: Candidate) -> float:
         """Return a lower bound of the step seconds of a partial swap's alphas that may fit; it swaps more the later.
 
@@ -432,10 +442,16 @@ class CandidateBounds:
         grid, low, most = steps
         return self.of_plans.of_passes(grid.at(low), grid.at(most))
 
-    def _of_one_stage(self, candidate: Candidate, bound: LowerBound, limit_s: float) -> LowerBound:
-        """Return a bound of all alphas of a candidate, if one stage shows that each needs ``limit_s`` at least.
+    def _of_one_stage(
+        self,
+        candidate: Candidate,
+        bound: LowerBound,
+        limit_s: float,
+        played_s: Callable[[Decisions], float] | None = None,
+    ) -> LowerBound:
+        """Return a bound of all alphas of a candidate, which need not be higher than ``limit_s``.
 
-        Else return ``bound``. For a plan whose alpha is given, return what the stage shows.
+        ``played_s``: plays a plan for which one stage does not show that it needs as much.
         """
         bounds, base = self.of_plans, candidate.base
         steps = self._steps(candidate)
@@ -444,13 +460,14 @@ class CandidateBounds:
         else:
             grid, low, most = steps
             lacks = (lambda step: bounds.lack_device(grid.at(step))) if candidate.policy.swaps_some else None
-            found_s = least_step_s_of_alphas(bounds, grid, low, most, limit_s, lacks=lacks)
+            plays = (lambda step: played_s(grid.at(step))) if played_s else None
+            found_s = least_step_s_of_alphas(bounds, grid, low, most, limit_s, lacks=lacks, played_s=plays)
         return replace(bound, step_s=max(bound.step_s, found_s))
 
     def _steps(self, candidate: Candidate) -> tuple[Grid, int, int] | None:
         """Return the grid of a candidate's alphas, with the lowest step and the highest; None where alpha is given.
 
-        Host memory may suffice for the highest.
+        Host memory may suffice for the highest, and device memory of a partial swap for the lowest.
         """
         if candidate.policy.alpha is not None:
             return None
@@ -458,7 +475,14 @@ class CandidateBounds:
         # Token-wise plans that swap every token are the full swap, a candidate of its own.
         full_swap = partial or FULL_SWAP in self._policies
         low, high = int(partial), grid.steps - full_swap
-        return (grid, low, most_that_host_holds(grid, self.of_plans, low, high)) if low <= high else None
+        if low > high:
+            return None
+        most = most_that_host_holds(grid, self.of_plans, low, high)
+        return grid, self._least_held(grid, low, most) if partial else low, most
+
+    def _least_held(self, grid: Grid, low: int, most: int) -> int:
+        """Return the lowest step that is not known to need too much device memory, without a lowering."""
+        return least_that_fits(lambda step: self.of_plans.lacks_device(self.of_plans.memory(grid.at(step))), low, most)
 
     def _of_fullest_stage(self, candidate: Candidate, bound: LowerBound) -> LowerBound:
         """Return ``bound`` with the device bytes that no alpha of the candidate is below, from one stage.

@@ -54,6 +54,7 @@ class Examination:
         """Where the layouts are from."""
         self.bounds = CandidateBounds(question, passes, front=aims.front)
         self.plays = Plays(question)
+        self.bounds.played_s = self.plays.step_s
         self.evaluation = Evaluation(question, self.bounds.of_plans, self.plays, aims)
 
     @property

@@ -34,10 +34,10 @@ def are_searched(question: Question) -> bool:
     return question.open_micro_batch and question.preset.searches_micro_batches and short
 
 
-def with_larger_micro_batches(question: Question, found: SearchResult) -> SearchResult:
+def with_larger_micro_batches(question: Question, found: SearchResult, *, siblings: float) -> SearchResult:
     """Return the result of a search with plans of larger micro-batches beside it, where they may be the best.
 
-    All policies are evaluated on the best plan's layout and micro-batch, for the explanation.
+    ``siblings``: which policies are evaluated on the best plan's layout and micro-batch (``search``).
     """
     best = found.best
     if best is None or not are_searched(question):
@@ -57,7 +57,7 @@ def with_larger_micro_batches(question: Question, found: SearchResult) -> Search
     if best is not found.best:
         size, layout = best.decisions.micro_batch, best.decisions.layout
         asked = replace(question, micro_batch=size)
-        results[-size] = search_beside(asked, best, {layout: best.policy}, results[size], siblings=True)
+        results[-size] = search_beside(asked, best, {layout: best.policy}, results[size], siblings=siblings)
     ranked = {e.decisions: e for result in (found, *results.values()) for e in result.ranked}
     pruned = found.pruned + sum(result.pruned for size, result in results.items() if size > 0)
     in_order = sorted(ranked.values(), key=lambda e: e.rank_key)

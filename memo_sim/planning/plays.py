@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from math import inf
 
 from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.engine.fast_loop import run_fast
@@ -41,6 +42,12 @@ class Plays:
             self.play(decisions)
         self.used[decisions] = None
         return self.known[decisions]
+
+    def step_s(self, decisions: Decisions) -> float:
+        """Return the step seconds of a plan, infinite where it does not fit; it does not count as used."""
+        with self.apart():
+            step_s = self.predict(decisions).step_s
+        return inf if step_s is None else step_s
 
     def play(self, decisions: Decisions) -> Simulation:
         """Play a plan, and keep the simulation of the fastest plan for the answer.

@@ -26,8 +26,9 @@ cp beside subsequences is tried before them, and also only where no other plan f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from heapq import heappop, heappush
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+from math import inf
 
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.plan import Layout
@@ -36,10 +37,10 @@ from memo_sim.engine.fast_loop import run_fast
 from memo_sim.planning.ahead import Number
 from memo_sim.planning.aims import Aims
 from memo_sim.planning.allocator_limits import least_limited_s, may_gain, with_best_limit
-from memo_sim.planning.bounded_candidates import LEAST, Bounded, BoundedLayout
+from memo_sim.planning.bounded_candidates import FARTHER, LEAST, Bounded, BoundedLayout
 from memo_sim.planning.examination import Examination
 from memo_sim.planning.few_layers import Passes
-from memo_sim.planning.findings import Findings
+from memo_sim.planning.findings import Findings, Waiting
 from memo_sim.planning.layouts import put_off
 from memo_sim.planning.offload_windows import with_best_window
 from memo_sim.planning.outcome import Evaluated, Key, SearchResult, as_good
@@ -65,7 +66,7 @@ def search(
     keep: int = 1,
     front: bool = False,
     prune: bool = True,
-    siblings: bool = False,
+    siblings: float = 0.0,
     enough_s: float | None = None,
     progress: Progress | None = None,
 ) -> SearchResult:
@@ -74,8 +75,8 @@ def search(
     - The ``keep`` best plans are exact, but for layouts that are put off (``layouts.put_off``).
     - ``front``: the Pareto front is exact too; candidates with open alpha are then evaluated at every eighth as well.
     - ``prune``: without it, everything is evaluated.
-    - ``siblings``: all policies on the best plan's layout are evaluated, for the explanation, but for attention in
-      chunks beside a ring, which is played only where it may win.
+    - ``siblings``: on the best plan's layout, the policies are evaluated that may take at most so many times its step;
+      with infinity all, for the explanation. Attention in chunks beside a ring is played only where it may win.
     - ``enough_s``: the search ends at the first plan that fits and takes no longer; all others count as pruned.
 
     Raises:
@@ -139,13 +140,13 @@ def search_beside(
     tried: Mapping[Layout, Policy],
     before: SearchResult,
     *,
-    siblings: bool = False,
+    siblings: float = 0.0,
 ) -> SearchResult:
     """Return the plans that may be faster than ``best``, a plan of another question, in a search's result.
 
-    ``tried``: the policy to try, by layout; with ``siblings`` all policies are evaluated on these layouts. The result
-    has what was played on the way; it need not have a best plan. ``before``: a search whose lowered passes and played
-    plans are used again.
+    ``tried``: the policy to try, by layout; with ``siblings`` all policies, as far as ``search`` evaluates them. The
+    result has what was played on the way; it need not have a best plan. ``before``: a search whose lowered passes and
+    played plans are used again.
     """
     try:
         space = Space(question)
@@ -156,7 +157,7 @@ def search_beside(
     made.ranking.limit = None if siblings else best
     made.plays.known = {**before.played, **{e.decisions: e.prediction for e in before.ranked}}
     made.plays.fastest = before.fastest
-    made.chosen = lambda one: siblings or one.policy == tried[one.base.layout]
+    made.chosen = lambda one: siblings > 0 or one.policy == tried[one.base.layout]
     return made.run(space)
 
 
@@ -201,6 +202,21 @@ def _is_small(candidate: Candidate) -> bool:
     return not (candidate.policy.attention_chunks and candidate.base.layout.ring > 1)
 
 
+@dataclass
+class _Counts:
+    """How many candidates a search has looked at; a layout that is not opened counts as many as policies."""
+
+    every: int = 0
+    done: int = 0
+    unopened: int = 0
+    stood_for: int = 0
+    """Whose plan another one has, or one that is as good."""
+
+
+def _layout_of(one: Bounded | BoundedLayout) -> Layout:
+    return one.layout if isinstance(one, BoundedLayout) else one.candidate.base.layout
+
+
 class _Search:
     """One search: what waits, what it has found, and the best so far."""
 
@@ -216,6 +232,9 @@ class _Search:
         self._goes_on = passes is not None
         self.chosen: Callable[[Candidate], bool] | None = None
         """The candidates to look at, when not all."""
+        self._pruned: list[tuple[Number, Bounded]] = []
+        self._counts = _Counts()
+        self._tried_without_stages = False
 
     def run(self, space: Space, progress: Progress | None = None) -> SearchResult:
         """Return the candidates of ``space`` evaluated or pruned.
@@ -223,55 +242,93 @@ class _Search:
         Raises:
             Infeasible: when there are none.
         """
-        waiting, aims = self._findings.waiting, self._aims
+        waiting, counts = self._findings.waiting, self._counts
         self._begin(space)
-        pruned: list[tuple[Number, Candidate]] = []
-        done = stood_for = unopened = 0
-        every = sum(len(space.policies) if isinstance(one, BoundedLayout) else 1 for _, _, one in waiting)
+        counts.every = sum(len(space.policies) if isinstance(one, BoundedLayout) else 1 for _, _, one in waiting)
         while waiting:
-            least_key, number, one = heappop(waiting)
-            beyond = aims.prune and (self._found_enough() or self._cannot_matter(one, least_key))
-            if isinstance(one, BoundedLayout):
-                if not (beyond or one.counted == "waits"):
-                    bounded = self._findings.tightened(number, one)
-                    heappush(waiting, (bounded.least_key, number, bounded))
-                    continue
-                every -= len(space.policies)
-                if beyond:
-                    unopened += len(space.policies)
-                else:
-                    every += self._open(space, one.layout, number[0])
-                continue
-            if one.next_bound and aims.prune and not beyond:
-                bounded = self._findings.tightened(number, one)
-                heappush(waiting, (bounded.least_key, number, bounded))
-                continue
-            if beyond:
-                pruned.append((number, one.candidate))
-            else:
-                if not (waiting or self.ranking.outcomes):  # the only one is played as it is shown, and not again
-                    self.plays.loop = run_fast.with_simpy
-                stood_for += not self._add(number, one.candidate)
-            done += 1
-            if progress:
-                progress(done, max(done, every))
+            if self._is_costly(waiting[0]):
+                self._try_without_stages(space, progress)
+            self._look_at_next(space, waiting, progress)
+        pruned, unopened = self._pruned, counts.unopened
         refused = space.refused(none_found=not (self._opened or unopened) and self.chosen is None)
         ranked, passes = self.ranking.outcomes, self._examination.passes
         if not ranked:
             self._findings.end()
-            return SearchResult([], 0, len(pruned) + stood_for + unopened, refused, passes)
+            return SearchResult([], 0, len(pruned) + counts.stood_for + unopened, refused, passes)
         self._limit_the_allocator()
         self._widen_the_window()
         best = min(ranked, key=lambda e: e.rank_key)
-        layout = best.decisions.layout
-        beside = [(n, c) for n, c in pruned if c.base.layout == layout and _is_small(c)] if aims.siblings else []
-        stood_for += self._add_all(beside)
+        beside = [(number, one.candidate) for number, one in pruned if self._is_sibling(one, best)]
+        counts.stood_for += self._add_all(beside)
         self._findings.end()
         ranked = sorted(ranked, key=lambda e: e.rank_key)
         ranked[0] = self._examination.evaluation.with_refusals(ranked[0])
-        left = len(pruned) - len(beside) + stood_for + unopened
+        left = len(pruned) - len(beside) + counts.stood_for + unopened
         played = {plan: self.plays.known[plan] for plan in self.plays.used}
         return SearchResult(ranked, len(ranked), left, refused, passes, played=played, fastest=self.plays.fastest)
+
+    def _look_at_next(self, space: Space, waiting: list[Waiting], progress: Progress | None) -> None:
+        """Prune, tighten, open or evaluate the first of what waits; what comes of it waits with the others."""
+        counts, prune = self._counts, self._aims.prune
+        least_key, number, one = heappop(waiting)
+        beyond = prune and (self._found_enough() or self._cannot_matter(one, least_key))
+        if isinstance(one, BoundedLayout):
+            if not (beyond or one.counted == "waits"):
+                bounded = self._findings.tightened(number, one)
+                heappush(waiting, (bounded.least_key, number, bounded))
+                return
+            counts.every -= len(space.policies)
+            if beyond:
+                counts.unopened += len(space.policies)
+            else:
+                counts.every += self._open(space, one.layout, number[0], waiting)
+            return
+        if one.next_bound and prune and not beyond:
+            bounded = self._findings.tightened(number, one)
+            heappush(waiting, (bounded.least_key, number, bounded))
+            return
+        if beyond:
+            self._pruned.append((number, one))
+        else:
+            if not (waiting or self._findings.waiting or self.ranking.outcomes):
+                self.plays.loop = run_fast.with_simpy  # the only one is played as it is shown, and not again
+            counts.stood_for += not self._add(number, one.candidate)
+        counts.done += 1
+        if progress:
+            progress(counts.done, max(counts.done, counts.every))
+
+    def _is_costly(self, first: Waiting) -> bool:
+        """Return whether one stage is to be played against no time yet, for the first time."""
+        one, prunes = first[2], self._aims.prune and not self._aims.front
+        if not (prunes and isinstance(one, Bounded) and one.next_bound == "alone") or self._tried_without_stages:
+            return False
+        return self.ranking.limit_s() == inf
+
+    def _try_without_stages(self, space: Space, progress: Progress | None) -> None:
+        """Look first at what has no pipeline stages, as far as its bounds are near the least ones.
+
+        Such plans are soon played, and most bounds of pipelines end early where a time is known that they have to beat.
+        """
+        self._tried_without_stages = True
+        waiting = self._findings.waiting
+        most = (False, False, FARTHER * waiting[0][0][2])
+        first = [entry for entry in waiting if _layout_of(entry[2]).pp == 1]
+        waiting[:] = [entry for entry in waiting if _layout_of(entry[2]).pp > 1]
+        heapify(waiting)
+        heapify(first)
+        while first and first[0][0] < most and not self.ranking.is_after(first[0][0]):
+            self._look_at_next(space, first, progress)
+        for entry in first:
+            heappush(waiting, entry)
+
+    def _is_sibling(self, one: Bounded, best: Evaluated) -> bool:
+        """Return whether a pruned candidate is evaluated nevertheless, as it is on the best plan's layout."""
+        candidate, most_s = one.candidate, self._aims.siblings * (best.prediction.step_s or inf)
+        if not most_s or candidate.base.layout != best.decisions.layout or not _is_small(candidate):
+            return False
+        while one.next_bound and one.least_key < (False, False, most_s) < (False, False, inf):
+            one = self._examination.bounds.tightened(one, most_s)
+        return one.least_key <= (False, False, most_s) or most_s == inf
 
     def _begin(self, space: Space) -> None:
         """Let all layouts wait: with their candidates, or where there are many, with lower bounds of their own."""
@@ -283,10 +340,10 @@ class _Search:
                 heappush(self._findings.waiting, (one.least_key, (place, -1), one))
         else:
             for place, layout in enumerate(space.layouts):
-                self._open(space, layout, place)
+                self._open(space, layout, place, self._findings.waiting)
 
-    def _open(self, space: Space, layout: Layout, number: int) -> int:
-        """Make a layout's candidates, with rough bounds, and return how many they are."""
+    def _open(self, space: Space, layout: Layout, number: int, waiting: list[Waiting]) -> int:
+        """Make a layout's candidates, with rough bounds, which then wait, and return how many they are."""
         found = space.of(layout)
         if self.chosen is not None:
             found = [candidate for candidate in found if self.chosen(candidate)]
@@ -295,7 +352,7 @@ class _Search:
         self._opened.add(layout, found)
         for place, candidate in enumerate(found):
             one = self._examination.bounds.rough(candidate, self._opened)
-            heappush(self._findings.waiting, (one.least_key, (number, place), one))
+            heappush(waiting, (one.least_key, (number, place), one))
         return len(found)
 
     def _limit_the_allocator(self) -> None:

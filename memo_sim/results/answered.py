@@ -25,12 +25,13 @@ def answered(
     one_more_gib: bool = False,
     price_per_gpu_hour: float | None = None,
     jobs: int = 1,
+    explained: bool = True,
     progress: Progress | None = None,
     command: str = "",
 ) -> WhatIfResult:
     """Return the answer to a question, searched by ``jobs`` processes.
 
-    ``command`` is what the plan's file says that made it.
+    ``explained``: whether reasons are shown (``what_if``). ``command`` is what the plan's file says that made it.
 
     Raises:
         UsageError: when pinned knobs contradict each other or the cluster.
@@ -39,6 +40,7 @@ def answered(
         raise UsageError("not a number of plans", got=top, wanted="from 1")
     named_values.number("price_per_gpu_hour", price_per_gpu_hour, *named_values.PRICES)
     wanted: dict[str, Any] = {"top": top, "pareto": pareto, "price_per_device_hour": price_per_gpu_hour}
+    wanted["explained"] = explained
     with processes(jobs):
         try:
             answer = what_if_answer.what_if(question, **wanted, progress=progress)

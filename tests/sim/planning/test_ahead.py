@@ -6,6 +6,7 @@ import pickle
 import random
 from collections import Counter, deque
 from collections.abc import Iterator
+from math import inf
 from typing import Any
 from unittest import mock
 
@@ -105,12 +106,12 @@ def own_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 
 ALONE: dict[str, Any] = {"tp": 2, "zero": 1, "memory_policy": "planned"}
 QUESTIONS: dict[str, tuple[Question, dict[str, Any]]] = {
-    "pruned": (asked(8), {"keep": 1, "siblings": True}),
+    "pruned": (asked(8), {"keep": 1, "siblings": inf}),
     "front": (asked(2, pins=Pins(**ALONE)), {"keep": 3, "front": True}),
     "all": (asked(2, pins=Pins(**ALONE)), {"prune": False}),
     "enough": (asked(2), {"enough_s": float("inf")}),
     "stages": (asked(2, system="every-layout", global_batch=4, pins=Pins(pp=2, memory_policy="planned")), {"keep": 1}),
-    "subsequences": (asked(2, system="sppo", pins=Pins(subsequences=2)), {"keep": 2, "siblings": True}),
+    "subsequences": (asked(2, system="sppo", pins=Pins(subsequences=2)), {"keep": 2, "siblings": inf}),
 }
 
 
@@ -142,12 +143,12 @@ def test_no_plan_is_played_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(played, "simulate", counted)
     question = asked(2)
-    found = search(question, siblings=True)
+    found = search(question, siblings=inf)
     assert play(question, found.ranked[0].decisions, found).prediction == found.ranked[0].prediction
     assert set(plays.values()) == {1}
     plays.clear()
     with working_with(SlowTeam(2, seed=7, most_steps=9)):
-        search(question, siblings=True)
+        search(question, siblings=inf)
     assert set(plays.values()) == {1}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import msgspec
 import pytest
@@ -31,7 +32,7 @@ IN_SUBSEQUENCES = {**ASKED, "global_batch": 8, "system": "every-layout", "pp": 2
 )
 def test_the_best_micro_batch_is_found(asked: dict[str, object]) -> None:
     question = question_of(asked)
-    found = with_larger_micro_batches(question, search(question, siblings=True))
+    found = with_larger_micro_batches(question, search(question, siblings=inf), siblings=inf)
     assert found.best is not None
     steps = {size: search(replace(question, micro_batch=size)).best for size in (1, 2, 4, 8)}
     quickest = min((one.prediction.step_s or 0.0, size) for size, one in steps.items() if one is not None)
@@ -48,16 +49,16 @@ def test_a_larger_one_that_is_played_and_slower_is_not_explained(
     found, limits = search(question), []
     assert found.best is not None
 
-    def slower(asked: Question, best: Evaluated, *_: object, siblings: bool = False) -> SearchResult:
+    def slower(asked: Question, best: Evaluated, *_: object, siblings: float = 0.0) -> SearchResult:
         limits.append((best, siblings))
         prediction = msgspec.structs.replace(best.prediction, step_s=2 * (best.prediction.step_s or 0.0))
         decisions = msgspec.structs.replace(best.decisions, micro_batch=asked.micro_batch)
         return SearchResult([replace(best, decisions=decisions, prediction=prediction)], 1, 0)
 
     monkeypatch.setattr(micro_batches, "search_beside", slower)
-    larger = with_larger_micro_batches(question, found)
+    larger = with_larger_micro_batches(question, found, siblings=inf)
     assert larger.best is found.best
-    assert limits == [(found.best, False)] * 3
+    assert limits == [(found.best, 0.0)] * 3
 
 
 @pytest.mark.parametrize("cp", [1, 2])
@@ -65,7 +66,7 @@ def test_sequences_in_subsequences_may_go_through_the_stages_together(cp: int) -
     machine = {"cp": cp, "cluster": f"h100-1x{2 * cp}"}
     asked = {**IN_SUBSEQUENCES, "global_batch": 2, "recompute": "none", "alpha": 0.0} | machine
     question = question_of(asked)
-    best = with_larger_micro_batches(question, search(question)).best
+    best = with_larger_micro_batches(question, search(question), siblings=inf).best
     assert best is not None
     assert (best.decisions.layout.subsequences, best.decisions.micro_batch) == (2, 2)
 
@@ -74,7 +75,7 @@ def test_a_given_micro_batch_and_long_sequences_stay(question: Question) -> None
     assert are_searched(question)
     given = question_of({**ASKED, "micro_batch": 1})
     alone = search(given)
-    assert with_larger_micro_batches(given, alone) is alone
+    assert with_larger_micro_batches(given, alone, siblings=inf) is alone
     for changed in ({"seq_tokens": 2 * MOST_SEQUENCE_TOKENS}, {"global_batch": 1}, {"system": "megatron-core"}):
         assert not are_searched(replace(question, **changed))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -156,3 +157,24 @@ def test_the_only_candidate_is_played_as_it_is_shown() -> None:
         found = search(replace(asked, pins=replace(pins, tp=tp)))
         assert found.fastest is not None
         assert {playback.by_simpy for playback in found.fastest.playbacks} == {by_simpy}
+
+
+@pytest.mark.parametrize(
+    ("seq_tokens", "times", "pins"),
+    [
+        (64 * 1024, 1.03, {"tp": 4, "cp": 2}),
+        (128 * 1024, 1.1, {"tp": 4, "cp": 2}),
+        (32 * 1024, 1.2, {"tp": 4, "cp": 1, "pp": 2, "dp": 1}),
+    ],
+)
+def test_policies_that_are_nearly_as_fast_are_evaluated(seq_tokens: int, times: float, pins: dict[str, int]) -> None:
+    asked = replace(question(seq_tokens, system="every-layout", global_batch=8), pins=Pins(**pins))
+    every, near = search(asked, siblings=inf), search(asked, siblings=times)
+    assert every.best is not None
+    assert near.best is not None
+    assert near.best.decisions == every.best.decisions
+    most_s = times * (every.best.prediction.step_s or 0.0)
+    wanted = {e.decisions for e in every.ranked if e.prediction.step_s and e.prediction.step_s <= most_s}
+    assert wanted <= {e.decisions for e in near.ranked}
+    assert 1 < len(near.ranked) < len(every.ranked)
+    assert near.evaluated + near.pruned == every.evaluated + every.pruned

@@ -119,11 +119,15 @@ def test_a_range_of_alphas_is_not_faster_than_one_of_its_stages_alone() -> None:
     cluster, hardware = machine()
     bounds, grid = LowerBounds(hardware, cluster), Grid.of(with_alpha(PIPELINES["chunks"], "tokenwise", 0.0))
     found_s = bounds.of_one_stage(grid.at(24), grid.at(32))
-    inside = [simulate(grid.at(step), hardware, cluster).prediction.step_s or 0.0 for step in (24, 32)]
-    assert 0.9 * min(inside) < found_s <= min(inside)
+    inside = {step: simulate(grid.at(step), hardware, cluster).prediction.step_s or 0.0 for step in range(24, 33)}
+    step_s = min(inside.values())
+    assert 0.9 * step_s < found_s <= step_s
     assert not bounds.of_one_stage(grid.at(0), grid.at(32))  # other instructions: nothing is swapped at 0
     assert least_step_s(bounds, grid, 24, 32, found_s) >= found_s
-    assert not least_step_s(bounds, grid, 24, 32, min(inside) * 1.001)
+    least_s = least_step_s(bounds, grid, 24, 32, step_s)
+    assert found_s <= least_s < step_s
+    assert least_s < least_step_s(bounds, grid, 24, 32, step_s, played_s=inside.__getitem__) == step_s
+    assert least_step_s(bounds, grid, 24, 32, 1.01 * step_s, played_s=inside.__getitem__) == least_s
 
 
 @pytest.mark.parametrize(
