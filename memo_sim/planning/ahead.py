@@ -28,10 +28,14 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.planning.outcome import Key
 from memo_sim.planning.processes import Helper, Kind, Message, Task, Team
 
-QUEUE = 3
-"""Tasks that a process has at once, so that it need not wait for one while the search plays a plan."""
+QUEUE = 10
+"""Tasks that a process has at once, so that it need not wait for one while the search plays a plan.
+
+Some take 3 ms and others 100 ms. What has not begun can be taken back."""
 NEXT = 8
-"""Candidates for each process that count as the next ones."""
+"""Candidates for each process that count as the next ones, while it is not known which of them matter."""
+MOST_NEXT = 64
+"""The same once a limit is known: all that is below it has to be looked at."""
 
 PARTS = 2
 """Parts of divided work that a process has at once."""
@@ -64,6 +68,9 @@ class Searching(Protocol):
 
     def limit_key(self) -> Key:
         """Return the largest key of a candidate that may matter."""
+
+    def family(self, one: Any) -> Hashable:
+        """Return what a candidate or layout has in common with others that use the same lowerings."""
 
     def next_name(self, one: Any) -> Hashable:
         """Return the name of the next bounds, with what they depend on; empty where there are none."""
@@ -130,6 +137,8 @@ class Ahead:
         self._told: set[Helper] = set()
         self._known: dict[Number, _Known] = {}
         self._begun: dict[int, _Begun] = {}
+        self._owners: dict[Hashable, Helper | None] = {}
+        """The process that has looked at a family first, None for this one: it has the lowerings."""
 
     def give(self) -> None:
         """Give the next candidates to processes that have room for tasks."""
@@ -141,13 +150,14 @@ class Ahead:
         for name, begun in list(self._begun.items()):
             if begun.key > most and self._waits(name, begun):
                 self._take_back(name)
-        for number, one, made in self._offers(most):
-            helper = min(helpers, key=lambda each: len(each.tasks), default=None)
-            if helper is None or len(helper.tasks) >= QUEUE:
-                return
-            given = self._given(helper, self._task, *made.arguments)
-            if given is not None:
-                self._begun[given] = _Begun(number, one.least_key, helper, made.plays)
+        for helper in sorted(helpers, key=lambda each: len(each.tasks)):
+            for number, one, made in self._offers(most, helper):
+                if len(helper.tasks) >= QUEUE:
+                    break
+                given = self._given(helper, self._task, *made.arguments)
+                if given is not None:
+                    self._owners.setdefault(self._search.family(one), helper)
+                    self._begun[given] = _Begun(number, one.least_key, helper, made.plays)
 
     def divided(self, task: Task, here: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:
         """Return the result of each part of some work, of which other processes do what they can: the last ones.
@@ -207,16 +217,21 @@ class Ahead:
         name = self._team.next_name()
         return name if helper.give(name, task, *arguments) else None
 
-    def _offers(self, most: Key) -> Iterator[tuple[Number, Bounded, Offer]]:
+    def _offers(self, most: Key, helper: Helper | None) -> Iterator[tuple[Number, Bounded, Offer]]:
         """Yield the next candidates that no process is at; none plays what another one plays.
 
-        The last of them come first: the search is soon at the others itself, and then waits for a process that is at
-        the same candidate.
+        Those come first whose family ``helper`` (None: this process) has looked at, or no process. Of others the last
+        come first: the search is soon at the others itself, and then waits for a process that is at the same candidate.
         """
-        found, last = self._next(most, NEXT * (self._team.others + 1))
+        found, last = self._next(most, (NEXT if most[0] else MOST_NEXT) * (self._team.others + 1))
+        ours, others = list[tuple[Number, Any]](), list[tuple[Number, Any]]()
+        for each in found:
+            owner = self._owners.get(self._search.family(each[1]), helper)
+            (ours if owner is helper else others).append(each)
+        in_order = [*(reversed(ours) if most[0] else ours), *reversed(others)]
         played = {plan for begun in self._begun.values() for plan in begun.plays}.union(self._search.at)
         busy = {begun.number for begun in self._begun.values()}
-        for number, one in reversed(found):
+        for number, one in in_order:
             if number in busy:
                 continue
             made = self._search.offered(one, last)
@@ -248,7 +263,10 @@ class Ahead:
         name = self._search.next_name(one)
         self._await(number, lambda known: name in known.bounds)
         known = self._known.get(number)
-        return known.bounds.get(name) if known else None
+        if known is None or name not in known.bounds:
+            self._owners.setdefault(self._search.family(one), None)
+            return None
+        return known.bounds[name]
 
     def outcome(self, number: Number) -> Any:
         """Return a candidate's outcome; None where no process has evaluated it or is about to."""
@@ -279,7 +297,7 @@ class Ahead:
 
     def _work(self) -> bool:
         """Do the next task in this process, which waits for another one; return whether there was one."""
-        for number, _, made in self._offers(self._search.limit_key()):
+        for number, _, made in self._offers(self._search.limit_key(), None):
             try:
                 for name, part in self._search.beside_itself(*made.arguments):
                     self._keep(number, name, part)

@@ -26,12 +26,12 @@ MOST_INSTRUCTIONS = 1_000_000
 
 Of a longer step, only the played part is placed."""
 
-NEAR = 1.005
+NEAR = 1.01
 """With pipeline stages, an arena of so many times the lower bound is near enough where it fits: the other orders of
 first fit take seconds for many micro-batches, and gain less than this."""
 
-MANY = 20_000
-"""From so many buffers on, the other orders take over two seconds together."""
+MANY = 8_000
+"""From so many buffers on, the other orders take a second or more together."""
 
 MOST_NODES = 6000
 """Nodes of the exact search, per core of the problem: about half a second."""

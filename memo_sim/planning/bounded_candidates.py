@@ -36,6 +36,7 @@ from memo_sim.planning.outcome import Key, ranked_s
 from memo_sim.planning.pipeline_lower_bound import is_known, kept, least_step_s
 from memo_sim.planning.presets import FULL_SWAP, KEEP, Policy
 from memo_sim.planning.question import Question
+from memo_sim.planning.recent import Recent
 from memo_sim.planning.rivals import Opened
 from memo_sim.planning.short_rings import steps_repeat
 from memo_sim.planning.space import Candidate, Space, policies
@@ -49,6 +50,9 @@ LEAST: Key = (False, False, 0.0)
 
 FARTHER = 1.05
 """By how much a candidate's bound grows at once when one stage is played: other candidates may come before it then."""
+
+MOST_HELD = 4096
+"""Number of candidates whose alphas that memory may hold are kept."""
 
 LEAST_SHARED = 3
 """Least number of policies that are worth a lowering of the plan that keeps everything, where it is none of them."""
@@ -131,6 +135,8 @@ class CandidateBounds:
         self.of_plans = LowerBounds(question.hardware, question.cluster, passes)
         self.played_s: Callable[[Decisions], float] | None = None
         """The step seconds of a plan, infinite where it does not fit, if plans may be played for bounds."""
+        self._known_held: Recent[tuple[Decisions, bool], tuple[Grid, int, int]] = Recent(MOST_HELD)
+        """By the base of an open alpha, and whether it is a partial swap."""
         self._least_s: dict[Decisions, float] = {}
         """By plan that keeps everything: the lower bound of its layout's step time (``pipeline_lower_bound.py``)."""
 
@@ -321,12 +327,10 @@ class CandidateBounds:
         bounds = self.of_plans
         if candidate.policy.alpha is not None:
             return bounds.of(candidate.base)
-        grid = Grid.of(candidate.base)
         partial = candidate.policy.swaps_some
-        low, high = (1, grid.steps - 1) if partial else (0, grid.steps)
-        if high < low:
+        grid, low, most = self._held(candidate)
+        if most < low:
             return bounds.of(candidate.base)
-        most = most_that_host_holds(grid, bounds, low, high)
         if not partial:
             return bounds.between(grid.at(low), grid.at(most))
         bound = bounds.rough(grid.at(most), keep=None)
@@ -335,7 +339,7 @@ class CandidateBounds:
             # Where no alpha fits, no time is asked for.
             fits, step_s = not bounds.lacks_device(bound), 0.0
             if fits:
-                step_s = bounds.step_s_between(grid.at(self._least_held(grid, low, most)), grid.at(most))
+                step_s = bounds.step_s_between(grid.at(low), grid.at(most))
             bound = replace(bound, step_s=step_s)
         bound = replace(bound, host_bytes_per_node=0)
         if most < grid.steps - 1 and bounds.lacks_device(bound):
@@ -347,7 +351,7 @@ class CandidateBounds:
         bounds, grid = self.of_plans, Grid.of(candidate.base)
         if grid.steps < 2:
             return 0
-        most = most_that_host_holds(grid, bounds, 1, grid.steps - 1)
+        most = self._held(candidate)[2]
         device_short = bounds.shortfall_bytes(replace(bounds.memory(grid.at(most)), host_bytes_per_node=0))
         return self._least_short(grid, most, device_short) if most < grid.steps - 1 else device_short
 
@@ -365,11 +369,9 @@ class CandidateBounds:
 
         The range with the shortest step need not be the one with the fewest bytes, which a Pareto front asks for too.
         """
-        bounds, grid = self.of_plans, Grid.of(candidate.base)
-        partial = candidate.policy.swaps_some
-        low, high = (1, grid.steps - 1) if partial else (0, grid.steps)
-        most = most_that_host_holds(grid, bounds, low, high)
-        low = self._least_held(grid, low, most) if partial else low
+        bounds, partial = self.of_plans, candidate.policy.swaps_some
+        grid, low, most = self._held(candidate)
+        high = grid.steps - partial
         pairs = list(pairwise(edges_of(low, most, width))) or [(most, most)]
         found = [bounds.between(grid.at(first), grid.at(last)) for first, last in pairs]
         may_fit = [bound for bound in found if not bounds.shortfall_bytes(bound)]
@@ -471,18 +473,30 @@ class CandidateBounds:
         """
         if candidate.policy.alpha is not None:
             return None
-        grid, partial = Grid.of(candidate.base), candidate.policy.swaps_some
+        grid, low, most = self._held(candidate)
         # Token-wise plans that swap every token are the full swap, a candidate of its own.
-        full_swap = partial or FULL_SWAP in self._policies
-        low, high = int(partial), grid.steps - full_swap
-        if low > high:
-            return None
-        most = most_that_host_holds(grid, self.of_plans, low, high)
-        return grid, self._least_held(grid, low, most) if partial else low, most
+        most = min(most, grid.steps - (candidate.policy.swaps_some or FULL_SWAP in self._policies))
+        return (grid, low, most) if low <= most else None
 
-    def _least_held(self, grid: Grid, low: int, most: int) -> int:
-        """Return the lowest step that is not known to need too much device memory, without a lowering."""
-        return least_that_fits(lambda step: self.of_plans.lacks_device(self.of_plans.memory(grid.at(step))), low, most)
+    def _held(self, candidate: Candidate) -> tuple[Grid, int, int]:
+        """Return the grid of a candidate's alphas, with the lowest step and the highest; there may be none between.
+
+        Without a lowering, host memory is not known to be too small for the highest, nor device memory for the lowest
+        of a partial swap.
+        """
+        base, partial, bounds = candidate.base, candidate.policy.swaps_some, self.of_plans
+
+        def found() -> tuple[Grid, int, int]:
+            grid = Grid.of(base)
+            low, high = int(partial), grid.steps - int(partial)
+            if high < low:
+                return grid, low, high
+            most = most_that_host_holds(grid, bounds, low, high)
+            if partial:
+                low = least_that_fits(lambda step: bounds.lacks_device(bounds.memory(grid.at(step))), low, most)
+            return grid, low, most
+
+        return self._known_held.of((base, partial), found)
 
     def _of_fullest_stage(self, candidate: Candidate, bound: LowerBound) -> LowerBound:
         """Return ``bound`` with the device bytes that no alpha of the candidate is below, from one stage.
@@ -493,14 +507,12 @@ class CandidateBounds:
         if candidate.policy.alpha is not None:
             of_stage = bounds.of_last_stage if base.layout.subsequences > 1 else bounds.of_fullest_stage
             return self._with_stage(bound, of_stage(base))
-        grid = Grid.of(base)
+        grid, low, most = self._held(candidate)
         partial = candidate.policy.swaps_some
-        low, high = int(partial), grid.steps - int(partial)
-        if high < low:
+        if most < low:
             return bound
-        most = most_that_host_holds(grid, bounds, low, high)
         raised = self._with_stage(bound, bounds.of_fullest_stage(grid.at(most)))
-        if partial and most < high and bounds.lacks_device(raised):
+        if partial and most < grid.steps - 1 and bounds.lacks_device(raised):
             short = bounds.shortfall_bytes(replace(raised, host_bytes_per_node=0))
             device_bytes = bounds.short_of_device(raised, self._least_short(grid, most, short)).device_bytes
             return replace(bound, device_bytes=max(bound.device_bytes, device_bytes))

@@ -106,6 +106,10 @@ class Findings:
         last = self._ranking.last_kept()
         return (True, True, float("inf")) if self.all_matter or last is None else last[:3]
 
+    def family(self, one: Bounded | BoundedLayout) -> Hashable:
+        """Return the layout of all whose kernels are the same."""
+        return _family(one.layout if isinstance(one, BoundedLayout) else one.candidate.base.layout)
+
     def next_name(self, one: Bounded | BoundedLayout) -> Hashable:
         """Return the name of the next bounds of a candidate or layout."""
         return one.next_name(self._ranking.limit_s())

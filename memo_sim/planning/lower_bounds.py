@@ -33,7 +33,7 @@ from memo_sim.engine.memory import reserve_with
 from memo_sim.memory.eager_framework import fused_loss, libraries_of
 from memo_sim.memory.huggingface import absent_states
 from memo_sim.planning.beside_kept import Change, has_waits, passes_beside
-from memo_sim.planning.few_layers import Half, Halves, Held, Pass, Passes, of_one_pass
+from memo_sim.planning.few_layers import Half, Halves, Held, Pass, Passes, gathers, of_one_pass
 from memo_sim.planning.in_flight_bytes import in_flight_bytes
 from memo_sim.planning.pipeline_lower_bound import kept
 from memo_sim.planning.presets import Policy
@@ -148,8 +148,8 @@ class LowerBounds:
         """Splits into stages and policies share them."""
         self._computed: dict[tuple[Decisions, bool, bool, int], _Parts] = {}
         """The compute lane's part of passes, by ``of_one_pass`` and what else of the layout it depends on."""
-        self._known_parts: Recent[tuple[Decisions, bool], _Parts] = Recent(MOST_PARTS)
-        """By plan, and whether with lanes beside compute."""
+        self._known_parts: Recent[Hashable, _Parts] = Recent(MOST_PARTS)
+        """By what they depend on (``_parts``)."""
         self._hardware = hardware
         rates = NodeRates(hardware, cluster)
         beside = {"copy_s": Lane.D2H, "collective_s": Lane.TP, "p2p_s": Lane.P2P}
@@ -545,11 +545,14 @@ class LowerBounds:
     def _parts(
         self, decisions: Decisions, passes: Callable[[Decisions, Sequence[LayerShape]], Pass] | None = None
     ) -> _Parts:
-        """Return the passes of the whole model or of its head, and of one more layer of each kind (``_Parts``)."""
-        of = passes or self.passes.of
-        if of == self.passes.waited:  # what it knows grows
-            return self._found_parts(decisions, of)
-        return self._known_parts.of((decisions, of == self.passes.of), lambda: self._found_parts(decisions, of))
+        """Return the passes of the whole model or of its head, and of one more layer of each kind (``_Parts``).
+
+        Layouts that differ only in stages and replicas share them; without stages, ZeRO 3 gathers in every pass.
+        """
+        of, layout = passes or self.passes.of, decisions.layout
+        alike = decisions if gathers(decisions) else of_one_pass(decisions)
+        key = alike, of.__name__, layout.pp > 1, layout.multiplexed, layout.devices
+        return self._known_parts.of(key, lambda: self._found_parts(decisions, of))
 
     def _found_parts(self, decisions: Decisions, of: Callable[[Decisions, Sequence[LayerShape]], Pass]) -> _Parts:
         if decisions.recompute_layers != ALL and decisions.layout.pp > 1:
@@ -568,11 +571,11 @@ class LowerBounds:
         return _Parts(_head_of(some[0][0]), each)
 
     def _computed_parts(self, decisions: Decisions) -> _Parts:
-        """Return the compute lane of ``_parts``; layouts that differ only in stages and replicas share it."""
+        """Return the compute lane of ``_parts``; ZeRO 3 changes none of it."""
         layout = decisions.layout
         alike = of_one_pass(decisions), layout.pp > 1, layout.multiplexed, layout.devices
         if alike not in self._computed:
-            self._computed[alike] = self._parts(decisions, self.passes.computed)
+            self._computed[alike] = self._found_parts(decisions, self.passes.computed)
         return self._computed[alike]
 
     def _held(self, decisions: Decisions) -> tuple[Held, float]:
