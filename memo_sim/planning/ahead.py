@@ -19,7 +19,7 @@ Where a search begins with work on many layouts, other processes do parts of tha
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any, Protocol, TypeVar
@@ -37,15 +37,19 @@ NEXT = 8
 MOST_NEXT = 64
 """The same once a limit is known: all that is below it has to be looked at."""
 
+LESS = 0.8
+"""Share of the work of another process that this one has on candidates."""
+
 PARTS = 2
 """Parts of divided work that a process has at once."""
 
-OUTCOME = "outcome"
-"""Name of what a task yields last about a candidate."""
+OUTCOME, PLAYED = "outcome", "played plans"
+"""Names of what a task yields last about a candidate, and of plans that it has played for its bounds."""
 
 Number = tuple[int, int]
 Entry = tuple[Key, Number, Any]
 """What a search has to look at: its least key, its number, and a candidate or layout with its bounds."""
+Family = TypeVar("Family", bound=Hashable)
 Part = TypeVar("Part")
 Result = TypeVar("Result")
 
@@ -69,6 +73,9 @@ class Searching(Protocol):
     def limit_key(self) -> Key:
         """Return the largest key of a candidate that may matter."""
 
+    def takes_long(self, one: Any) -> bool:
+        """Return whether the next bounds of a candidate or layout take long."""
+
     def family(self, one: Any) -> Hashable:
         """Return what a candidate or layout has in common with others that use the same lowerings."""
 
@@ -82,7 +89,7 @@ class Searching(Protocol):
         """Do a task in this process, without a change to the search."""
 
     def hear(self, found: Any) -> None:
-        """Use an outcome that has arrived."""
+        """Use an outcome that has arrived, or plans that were played."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +145,19 @@ class Ahead:
         self._known: dict[Number, _Known] = {}
         self._begun: dict[int, _Begun] = {}
         self._owners: dict[Hashable, Helper | None] = {}
-        """The process that has looked at a family first, None for this one: it has the lowerings."""
+        """The process that has a family's lowerings, None for this one: assigned to it, or the first to look at it."""
+
+    def assign(self, families: Mapping[Family, int]) -> list[Family]:
+        """Divide families among the processes, by how much there is to do for each; return them, this process's first.
+
+        This process has more to do beside: it gets ``LESS`` of them.
+        """
+        load: dict[Helper | None, float] = {None: 0.0} | dict.fromkeys(self._helpers(), 0.0)
+        for family, size in sorted(families.items(), key=lambda each: -each[1]):
+            owner = min(load, key=lambda each: load[each])
+            load[owner] += size / LESS if owner is None else size
+            self._owners[family] = owner
+        return sorted(families, key=lambda family: self._owners[family] is not None)
 
     def give(self) -> None:
         """Give the next candidates to processes that have room for tasks."""
@@ -261,12 +280,28 @@ class Ahead:
     def bounded(self, number: Number, one: Bounded) -> Any:
         """Return a candidate with its next bounds; None where no process has computed them or is about to."""
         name = self._search.next_name(one)
-        self._await(number, lambda known: name in known.bounds)
+        self._leave_to_owner(number, one, name)
+        self._await(number, lambda known: name in known.bounds, working=self._search.takes_long(one))
         known = self._known.get(number)
         if known is None or name not in known.bounds:
             self._owners.setdefault(self._search.family(one), None)
             return None
         return known.bounds[name]
+
+    def _leave_to_owner(self, number: Number, one: Bounded, name: Hashable) -> None:
+        """Work on families of this process while the one that has the candidate's does not know its next bounds.
+
+        Only where a limit is known: all candidates below it have to be looked at.
+        """
+        most = self._search.limit_key()
+        if most[0] or self._owners.get(self._search.family(one)) not in self._helpers():
+            return
+        while not ((known := self._known.get(number)) and (known.lost or name in known.bounds)):
+            offer = next(self._offers(most, None), None)
+            if offer is None or self._owners.get(self._search.family(offer[1])) is not None:
+                return  # there is no other work of this process, whose own comes first
+            self._do(offer)
+            self.give()
 
     def outcome(self, number: Number) -> Any:
         """Return a candidate's outcome; None where no process has evaluated it or is about to."""
@@ -283,7 +318,7 @@ class Ahead:
     def _await(self, number: Number, enough: Callable[[_Known], bool], *, working: bool = False) -> None:
         """Wait while a process is at a candidate and it is not known enough; take back what no process has begun.
 
-        With ``working``, do other tasks meanwhile: an outcome takes long, a bound does not.
+        With ``working``, do other tasks meanwhile: an outcome takes long, and so do some bounds.
         """
         self._receive(block=False)
         while not ((known := self._known.get(number)) and enough(known)):
@@ -297,14 +332,27 @@ class Ahead:
 
     def _work(self) -> bool:
         """Do the next task in this process, which waits for another one; return whether there was one."""
-        for number, _, made in self._offers(self._search.limit_key(), None):
-            try:
-                for name, part in self._search.beside_itself(*made.arguments):
-                    self._keep(number, name, part)
-            except Exception:  # it is raised again if the search comes to this candidate
-                self._known.setdefault(number, _Known()).lost = True
-            return True
-        return False
+        most = self._search.limit_key()
+        offer = next(self._offers(most, None), None)
+        if offer is None:  # take what another process has not begun
+            late = [name for name, begun in self._begun.items() if self._waits(name, begun)]
+            if not late:
+                return False
+            self._take_back(min(late, key=lambda name: self._begun[name].key))
+            offer = next(self._offers(most, None), None)
+        if offer is None:
+            return False
+        self._do(offer)
+        return True
+
+    def _do(self, offer: tuple[Number, Bounded, Offer]) -> None:
+        """Do what another process could do."""
+        number, _, made = offer
+        try:
+            for name, part in self._search.beside_itself(*made.arguments):
+                self._keep(number, name, part)
+        except Exception:  # it is raised again if the search comes to this candidate
+            self._known.setdefault(number, _Known()).lost = True
 
     @staticmethod
     def _waits(name: int, begun: _Begun) -> bool:
@@ -331,6 +379,9 @@ class Ahead:
             self._keep(begun.number, *message.part)
 
     def _keep(self, number: Number, name: Hashable, part: Any) -> None:
+        if name == PLAYED:
+            self._search.hear(part)
+            return
         known = self._known.setdefault(number, _Known())
         if name == OUTCOME:
             known.outcome = part

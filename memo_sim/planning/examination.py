@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from memo_sim.contract.plan import Decisions, Layout, Prediction
-from memo_sim.planning.ahead import OUTCOME
+from memo_sim.planning.ahead import OUTCOME, PLAYED
 from memo_sim.planning.aims import Aims
 from memo_sim.planning.bounded_candidates import Bounded, BoundedLayout, CandidateBounds
 from memo_sim.planning.evaluation import Evaluation
@@ -38,7 +39,10 @@ class Needed:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A candidate's outcome, and the predictions that its evaluation asked for, in this order."""
+    """A candidate's outcome, and the predictions that its evaluation asked for, in this order.
+
+    Without an outcome, predictions that its bounds asked for.
+    """
 
     outcome: Evaluated | None
     used: dict[Decisions, Prediction]
@@ -81,12 +85,15 @@ class Examination:
 
         A layout ends with its bounds: opening it is the search's.
         """
+        self.plays.known.update(needed.known)
         while (name := one.next_name(needed.limit_s)) and one.least_key <= needed.last:
+            before = len(self.plays.known)
             one = self.tightened(one, needed.limit_s)
+            if len(self.plays.known) > before:
+                yield PLAYED, Found(None, dict(islice(self.plays.known.items(), before, None)))
             yield name, one
         if isinstance(one, BoundedLayout) or one.least_key > needed.last:
             return
-        self.plays.known.update(needed.known)
         with self.plays.apart() as used:
             outcome = self.evaluation.outcome(one.candidate, needed.rivals)
         yield OUTCOME, Found(outcome, {plan: self.plays.known[plan] for plan in used})

@@ -73,8 +73,8 @@ WITHOUT_EXPERTS = {
 }
 """What a plan decides about experts when its layers have none."""
 
-MOST_LOWERED = 200_000
-"""Largest size of the lowered layers that are kept, in instructions of their steps and templates; about 80 MB.
+MOST_LOWERED = 100_000
+"""Largest size of the lowered layers that are kept, in instructions of their steps and templates; about 40 MB.
 
 What follows from them is small, and all of it is kept.
 """

@@ -66,7 +66,8 @@ class Findings:
         families: dict[Layout, list[int]] = {}
         for place, layout in enumerate(layouts):
             families.setdefault(_family(layout), []).append(place)
-        places = [place for family in families.values() for place in family]
+        in_order = self._ahead.assign({family: len(places) for family, places in families.items()})
+        places = [place for family in in_order for place in families[family]]
         parts = [[layouts[at] for at in places[first : first + AT_ONCE]] for first in range(0, len(places), AT_ONCE)]
         divided = self._ahead.divided(bound_layouts, self._examination.layouts, parts)
         found = dict(zip(places, (one for part in divided for one in part), strict=True))
@@ -105,6 +106,10 @@ class Findings:
         """Return the largest key of a candidate that may matter."""
         last = self._ranking.last_kept()
         return (True, True, float("inf")) if self.all_matter or last is None else last[:3]
+
+    def takes_long(self, one: Bounded | BoundedLayout) -> bool:
+        """Return whether a stage is played for the next bounds, or plans are."""
+        return isinstance(one, Bounded) and one.next_bound in {"alone", "played"}
 
     def family(self, one: Bounded | BoundedLayout) -> Hashable:
         """Return the layout of all whose kernels are the same."""
