@@ -18,7 +18,10 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
+from itertools import cycle
 from math import inf
+from operator import attrgetter
+from typing import cast
 
 import msgspec
 
@@ -98,6 +101,31 @@ class _Around:
 
 
 @dataclass(frozen=True, slots=True)
+class _Kept:
+    """Bytes that one layer of each kind keeps in one micro-batch: of one subsequence after the other."""
+
+    host: tuple[int, ...]
+    """Without statistics, which are blocks of their own (``engine/memory.py``)."""
+    device: tuple[int, ...]
+    """In the layer's own buffers."""
+    slots: int
+    """In the buffers that all layers share, with the rounding buffers."""
+
+    @classmethod
+    def of(cls, layers: Sequence[Activations]) -> _Kept:
+        """Return the bytes of layers of each subsequence and kind, the first subsequence's first."""
+        host, device = list[int](), list[int]()
+        for each in layers:
+            families, statistics = each.families(), {f"host.{t.name}" for t in each.tensors if t.statistics}
+            host.append(sum(f.bytes for f in families if f.space == "host" and f.name not in statistics))
+            device.append(sum(f.bytes for f in families if f.space == "device"))
+        kinds = {each.layers.number: each for each in reversed(layers)}.values()
+        buffers = [family for each in kinds for family in each.shared_families()]
+        one_each = {family.name: family for family in (*region(buffers), *(f for f in buffers if not f.region))}
+        return cls(tuple(host), tuple(device), sum(f.bytes * f.count for f in one_each.values()))
+
+
+@dataclass(frozen=True, slots=True)
 class _States:
     """Bytes of one rank's states of blocks of parameters: on the device, and on the host."""
 
@@ -148,6 +176,10 @@ class LowerBounds:
         """Splits into stages and policies share them."""
         self._computed: dict[tuple[Decisions, bool, bool, int], _Parts] = {}
         """The compute lane's part of passes, by ``of_one_pass`` and what else of the layout it depends on."""
+        self._known_kept: Recent[Hashable, _Kept] = Recent(MOST_PARTS)
+        """By what they depend on (``_kept_in``)."""
+        self._known_held: Recent[Hashable, tuple[Held, float]] = Recent(MOST_PARTS)
+        """By what they depend on (``_held``)."""
         self._known_parts: Recent[Hashable, _Parts] = Recent(MOST_PARTS)
         """By what they depend on (``_parts``)."""
         self._hardware = hardware
@@ -362,10 +394,9 @@ class LowerBounds:
             return LowerBound(0.0, device, host, self._beside_bytes(decisions))
         device, host = self._states(decisions)
         waiting = self._before_w_passes(decisions)
-        parts = self._layers(decisions, _shortest_stage(decisions))
         if counts_device:
-            device = max(device + self._held_bytes(parts), self._in_flight(decisions))
-        swapped = self._swapped_bytes(decisions, parts)
+            device = max(device + self._held_bytes(decisions), self._in_flight(decisions))
+        swapped = self._swapped_bytes(decisions)
         host_per_node = (host + swapped) * self._local(decisions)
         return LowerBound(0.0, max(device, waiting), host_per_node, self._beside_bytes(decisions))
 
@@ -477,8 +508,7 @@ class LowerBounds:
         """Return whether host memory is known to be too small for the states and what one micro-batch swaps."""
         if decisions.offload_window:
             return self._in_window(decisions)[1] > self.host_room_bytes
-        parts = self._layers(decisions, _shortest_stage(decisions))
-        host = self._states(decisions)[1] + self._swapped_bytes(decisions, parts)
+        host = self._states(decisions)[1] + self._swapped_bytes(decisions)
         return host * self._local(decisions) > self.host_room_bytes
 
     def _layers(self, decisions: Decisions, stage: Stage) -> list[Activations]:
@@ -493,51 +523,44 @@ class LowerBounds:
             for kind in layers_by_kind(decisions.model, stage)
         ]
 
-    def _swapped_bytes(self, decisions: Decisions, shortest: list[Activations]) -> int:
+    def _kept_in(self, decisions: Decisions, stage: Stage) -> _Kept:
+        """Return what layers of the kinds of a stage keep in one micro-batch; stages and replicas share it."""
+        numbers = tuple(kind.number for kind in layers_by_kind(decisions.model, stage))
+        key = of_one_pass(decisions), decisions.memory_policy, numbers
+        return self._known_kept.of(key, lambda: _Kept.of(self._layers(decisions, stage)))
+
+    def _swapped_bytes(self, decisions: Decisions) -> int:
         """Return a lower bound of the bytes that one micro-batch of any stage swaps, without lowering anything.
 
-        ``shortest``: the layers of a shortest stage. Where layers differ, another stage may swap less.
+        Where layers differ, a stage with more of them may swap less than a shortest one.
         """
         if decisions.layout.multiplexed:
             return 0
-        stages = _unlike_stages(decisions)
-        return (
-            min(self._swapped_on(self._layers(decisions, each)) for each in stages)
-            if stages
-            else self._swapped_on(shortest)
-        )
+        stages = _unlike_stages(decisions) or [_shortest_stage(decisions)]
+        return min(self._swapped_on(decisions, stage) for stage in stages)
 
-    def _swapped_on(self, parts: list[Activations]) -> int:
-        """Return a lower bound of the bytes that one micro-batch of a stage swaps; ``parts``: its layers.
+    def _swapped_on(self, decisions: Decisions, stage: Stage) -> int:
+        """Return a lower bound of the bytes that one micro-batch of a stage swaps.
 
         The layers in the rounding buffers stay, for all subsequences.
         """
-        layer = [self._layer_bytes(each) for each in parts]
-        return max(0, _in_all_layers(parts, layer) - ROUNDING_BUFFERS * max(layer))
+        layer = self._kept_in(decisions, stage).host
+        if decisions.host_allocator == "power_of_two":
+            layer = tuple(1 << (size - 1).bit_length() if size else 0 for size in layer)
+        return max(0, _in_all_layers(decisions, stage, layer) - ROUNDING_BUFFERS * max(layer))
 
-    def _held_bytes(self, parts: list[Activations]) -> int:
+    def _held_bytes(self, decisions: Decisions) -> int:
         """Return a lower bound of the bytes that a stage's layers hold on the device when a backward begins.
 
         It counts the rounding buffers and the layers' own buffers; some layers that use rounding buffers have no
         others. It does not count what an eager framework adds, nor layers that are recomputed differently.
         """
-        decisions = parts[0].decisions
         if decisions.recompute_layers != ALL or decisions.layout.multiplexed:
             return 0
-        kinds = {each.layers.number: each for each in reversed(parts)}.values()
-        buffers = [family for each in kinds for family in each.shared_families()]
-        one_each = {family.name: family for family in (*region(buffers), *(f for f in buffers if not f.region))}
-        slots = sum(f.bytes * f.count for f in one_each.values())
-        layer = [sum(f.bytes for f in each.families() if f.space == "device") for each in parts]
-        return slots + max(0, _in_all_layers(parts, layer) - (ROUNDING_BUFFERS * max(layer) if slots else 0))
-
-    def _layer_bytes(self, kept: Activations) -> int:
-        """Return the bytes that one layer of a subsequence swaps, without statistics, which are blocks of their own."""
-        statistics = {f"host.{t.name}" for t in kept.tensors if t.statistics}  # engine/memory.py
-        layer = sum(f.bytes for f in kept.families() if f.space == "host" and f.name not in statistics)
-        if kept.decisions.host_allocator == "power_of_two" and layer:
-            return 1 << (layer - 1).bit_length()
-        return layer
+        stage = _shortest_stage(decisions)
+        kept = self._kept_in(decisions, stage)
+        rounding = ROUNDING_BUFFERS * max(kept.device) if kept.slots else 0
+        return kept.slots + max(0, _in_all_layers(decisions, stage, kept.device) - rounding)
 
     def _local(self, decisions: Decisions) -> int:
         return min(self._cluster.devices_per_node, decisions.layout.devices)
@@ -549,10 +572,8 @@ class LowerBounds:
 
         Layouts that differ only in stages and replicas share them; without stages, ZeRO 3 gathers in every pass.
         """
-        of, layout = passes or self.passes.of, decisions.layout
-        alike = decisions if gathers(decisions) else of_one_pass(decisions)
-        key = alike, of.__name__, layout.pp > 1, layout.multiplexed, layout.devices
-        return self._known_parts.of(key, lambda: self._found_parts(decisions, of))
+        of = passes or self.passes.of
+        return self._known_parts.of((of.__name__, _alike(decisions)), lambda: self._found_parts(decisions, of))
 
     def _found_parts(self, decisions: Decisions, of: Callable[[Decisions, Sequence[LayerShape]], Pass]) -> _Parts:
         if decisions.recompute_layers != ALL and decisions.layout.pp > 1:
@@ -579,7 +600,13 @@ class LowerBounds:
         return self._computed[alike]
 
     def _held(self, decisions: Decisions) -> tuple[Held, float]:
-        """Return what a stage with the fewest layers holds of one micro-batch, and the bytes of one more layer.
+        """Return what a stage with the fewest layers holds of one micro-batch, and the bytes of one more layer."""
+        kinds, stage = decisions.model.layer_kinds, _shortest_stage(decisions)
+        key = _alike(decisions), decisions.layout.virtual_stages == 1, tuple(kinds[layer] for layer in stage.layers)
+        return self._known_held.of(key, lambda: self._found_held(decisions))
+
+    def _found_held(self, decisions: Decisions) -> tuple[Held, float]:
+        """Return what ``_held`` does.
 
         Of layers that are recomputed differently, each holds its input at least, and a group of N layers one. A stage
         without chunks then holds what its layers alone hold.
@@ -883,6 +910,12 @@ def _shortest_stage(decisions: Decisions) -> Stage:
     return min(stages_of(decisions), key=lambda stage: len(stage.layers))
 
 
+def _alike(decisions: Decisions) -> Hashable:
+    """Return what passes depend on: layouts that differ only in stages and replicas have the same."""
+    layout, same = decisions.layout, decisions if gathers(decisions) else of_one_pass(decisions)
+    return same, layout.pp > 1, layout.multiplexed, layout.devices
+
+
 def _unlike_stages(decisions: Decisions) -> list[Stage]:
     """Return a stage with each of the lists of layer kinds that stages have; empty where all layers are alike."""
     kinds = decisions.model.layer_kinds
@@ -902,9 +935,10 @@ def _fullest_stages(decisions: Decisions) -> list[int]:
     return list(dict.fromkeys(ends))
 
 
-def _in_all_layers(parts: list[Activations], layer: list[int]) -> int:
-    """Return the bytes in all layers of a stage; ``layer`` has those of one layer of each part."""
-    return sum(len(part.layers.layers) * size for part, size in zip(parts, layer, strict=True))
+def _in_all_layers(decisions: Decisions, stage: Stage, layer: Sequence[int]) -> int:
+    """Return the bytes in all layers of a stage; ``layer``: in one of each kind, of one subsequence after the other."""
+    counts = [len(kind.layers) for kind in layers_by_kind(decisions.model, stage)]
+    return sum(count * size for count, size in zip(cycle(counts), layer, strict=False))
 
 
 def _most_resident(decisions: Decisions, stage: Stage) -> int:
@@ -1023,17 +1057,25 @@ def _most(values: Sequence[float], count: int) -> float:
     return sum(sorted(values, reverse=True)[:count])
 
 
+_NAMES = tuple(field.name for field in fields(Pass))
+_seconds = cast("Callable[[Pass], tuple[float, ...]]", attrgetter(*_NAMES))
+"""Returns all fields of a pass, in their order."""
+
+
 def _sum(passes: Sequence[Pass]) -> Pass:
     """Return the pass of layers one after the other; layers of a kind share one pass."""
     kinds = {id(each): each for each in passes}
-    counts = [(kinds[key], count) for key, count in Counter(map(id, passes)).items()]
-    return Pass(**{f.name: sum(count * getattr(each, f.name) for each, count in counts) for f in fields(Pass)})
+    counts = [(_seconds(kinds[key]), count) for key, count in Counter(map(id, passes)).items()]
+    if len(counts) == 1:
+        ((seconds, count),) = counts
+        return Pass(*(count * each for each in seconds))
+    return Pass(*(sum(count * each[at] for each, count in counts) for at in range(len(_NAMES))))
 
 
 def _added(more: Pass, fewer: Pass, layers: int) -> Pass:
     """Return the pass of one layer, from two passes of which one has ``layers`` more; zero when there are none."""
-    names = [f.name for f in fields(Pass)]
-    return Pass(**{name: (getattr(more, name) - getattr(fewer, name)) / max(1, layers) for name in names})
+    pairs = zip(_seconds(more), _seconds(fewer), strict=True)
+    return Pass(*((a - b) / max(1, layers) for a, b in pairs))
 
 
 def _head_of(one: Pass) -> Pass:
@@ -1043,7 +1085,7 @@ def _head_of(one: Pass) -> Pass:
 
 def _times(one: Pass, layers: int) -> Pass:
     """Return the pass of ``layers`` equal layers."""
-    return Pass(**{f.name: layers * getattr(one, f.name) for f in fields(Pass)})
+    return Pass(*(layers * each for each in _seconds(one)))
 
 
 def _most_fall(rates: Sequence[float]) -> float:
@@ -1053,9 +1095,9 @@ def _most_fall(rates: Sequence[float]) -> float:
 
 def _either(first: Pass, second: Pass) -> Pass:
     """Return a lower bound of both passes, with the recompute of the one that recomputes less; copies are not exact."""
-    least = {f.name: min(getattr(first, f.name), getattr(second, f.name)) for f in fields(Pass)}
+    least = Pass(*map(min, _seconds(first), _seconds(second)))
     kept_s = min(first.compute_s - first.rebuild_s, second.compute_s - second.rebuild_s)
-    return replace(Pass(**least), compute_s=kept_s + least["rebuild_s"])
+    return replace(least, compute_s=kept_s + least.rebuild_s)
 
 
 def _either_halves(first: Halves | None, second: Halves | None) -> Halves | None:

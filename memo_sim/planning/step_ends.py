@@ -13,8 +13,8 @@ their own, on which those of all layers follow each other.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -95,11 +95,17 @@ class BlockEnds:
     layers: tuple[StepEnd, ...]
     embedding: StepEnd
     head: StepEnd
+    of_stages: dict[Hashable, StepEnd] = field(default_factory=dict, repr=False, compare=False)
+    """Those of stages that were asked for; many stages of many layouts are alike."""
 
     def of_stage(self, stage: Stage, kinds: Sequence[int]) -> StepEnd:
         """Return the end of a step for a stage, given the kinds of all layers."""
-        first, last = [self.embedding] * stage.first, [self.head] * stage.last
-        return StepEnd.of_all([*first, *(self.layers[kinds[layer]] for layer in stage.layers), *last])
+        held = len(stage.layers) if len(self.layers) == 1 else tuple(kinds[layer] for layer in stage.layers)
+        key = stage.first, stage.last, held
+        if key not in self.of_stages:
+            first, last = [self.embedding] * stage.first, [self.head] * stage.last
+            self.of_stages[key] = StepEnd.of_all([*first, *(self.layers[kinds[n]] for n in stage.layers), *last])
+        return self.of_stages[key]
 
 
 class StepEnds:

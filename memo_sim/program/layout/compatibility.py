@@ -11,6 +11,7 @@ of the table), and give ``tests/sim/program/layout/test_compatibility.py`` decis
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import groupby
 
 from memo_sim.contract.plan import Decisions
@@ -135,8 +136,9 @@ def check_compatible(decisions: Decisions) -> None:
         raise rule.refusal(decisions)
 
 
+@lru_cache(maxsize=4096)
 def _broken(decisions: Decisions) -> Rule | None:
-    """Return the first rule that decisions break."""
+    """Return the first rule that decisions break; a search asks several times."""
     for beside, rules in _RUNS:
         if beside is None or beside(decisions):
             for rule in rules:
