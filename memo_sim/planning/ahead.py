@@ -32,7 +32,7 @@ QUEUE = 10
 """Tasks that a process has at once, so that it need not wait for one while the search plays a plan.
 
 Some take 3 ms and others 100 ms. What has not begun can be taken back."""
-NEXT = 8
+NEXT = 16
 """Candidates for each process that count as the next ones, while it is not known which of them matter."""
 MOST_NEXT = 64
 """The same once a limit is known: all that is below it has to be looked at."""
@@ -82,8 +82,11 @@ class Searching(Protocol):
     def next_name(self, one: Any) -> Hashable:
         """Return the name of the next bounds, with what they depend on; empty where there are none."""
 
-    def offered(self, one: Any, last: Key) -> Offer | None:
-        """Return what is next as a task that ends where its bounds pass ``last``; None where the search does it."""
+    def offered(self, one: Any, last: Key, soon: Key) -> Offer | None:
+        """Return what is next as a task that ends where its bounds pass ``last``; None where the search does it.
+
+        Nothing is played where they pass ``soon``: by then the best plans may be better.
+        """
 
     def beside_itself(self, *arguments: Any) -> Iterator[tuple[Hashable, Any]]:
         """Do a task in this process, without a change to the search."""
@@ -242,7 +245,7 @@ class Ahead:
         Those come first whose family ``helper`` (None: this process) has looked at, or no process. Of others the last
         come first: the search is soon at the others itself, and then waits for a process that is at the same candidate.
         """
-        found, last = self._next(most, (NEXT if most[0] else MOST_NEXT) * (self._team.others + 1))
+        found, last, soon = self._next(most)
         ours, others = list[tuple[Number, Any]](), list[tuple[Number, Any]]()
         for each in found:
             owner = self._owners.get(self._search.family(each[1]), helper)
@@ -253,16 +256,19 @@ class Ahead:
         for number, one in in_order:
             if number in busy:
                 continue
-            made = self._search.offered(one, last)
+            made = self._search.offered(one, last, soon)
             if made is not None and played.isdisjoint(made.plays):
                 played.update(made.plays)
                 yield number, one, made
 
-    def _next(self, most: Key, count: int) -> tuple[list[tuple[Number, Any]], Key]:
-        """Return the next candidates that are not known, and the key that the last of the next ones has."""
-        found, last = list[tuple[Number, Any]](), most
+    def _next(self, most: Key) -> tuple[list[tuple[Number, Any]], Key, Key]:
+        """Return the next candidates that are not known, and the keys of the last of them and of the ``NEXT`` ones."""
+        processes = self._team.others + 1
+        found, last, soon = list[tuple[Number, Any]](), most, most
         for seen, (key, number, one) in enumerate(_in_order(self._search.waiting)):
-            if key > most or seen == count:
+            if seen == NEXT * processes:
+                soon = min(most, key)
+            if key > most or seen == (NEXT if most[0] else MOST_NEXT) * processes:
                 last = min(most, key)
                 break
             known = self._known.get(number)
@@ -270,7 +276,7 @@ class Ahead:
                 found.append((number, one))
             elif known.outcome is None and not known.lost:
                 found.append((number, self._tightest(known, one)))
-        return [(number, one) for number, one in found if one.least_key <= last], last
+        return [(number, one) for number, one in found if one.least_key <= last], last, soon
 
     def _tightest(self, known: _Known, one: Any) -> Any:
         while (name := self._search.next_name(one)) in known.bounds:

@@ -97,6 +97,11 @@ class Bounded:
         """No outcome of the candidate ranks before this key (``Evaluated.rank_key``)."""
         return LEAST if self.bound is None else _least_key(self.bound, self.shortfall_bytes)
 
+    @property
+    def is_played_next(self) -> bool:
+        """Whether plans are played next, for its bounds or its outcome."""
+        return self.next_bound in {"played", ""}
+
     def next_name(self, limit_s: float) -> Hashable:
         """Return the name of the next bounds, with what they depend on beside the candidate.
 

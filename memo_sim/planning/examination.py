@@ -27,6 +27,8 @@ class Needed:
 
     last: Key
     """Where the candidate's bounds pass this key, the examination ends."""
+    soon: Key
+    """Where they pass this key, no plan is played."""
     limit_s: float
     """Step seconds of the last of the best plans so far (``Ranking.limit_s``)."""
     rivals: Rivals
@@ -87,12 +89,14 @@ class Examination:
         """
         self.plays.known.update(needed.known)
         while (name := one.next_name(needed.limit_s)) and one.least_key <= needed.last:
+            if isinstance(one, Bounded) and one.is_played_next and one.least_key > needed.soon:
+                return
             before = len(self.plays.known)
             one = self.tightened(one, needed.limit_s)
             if len(self.plays.known) > before:
                 yield PLAYED, Found(None, dict(islice(self.plays.known.items(), before, None)))
             yield name, one
-        if isinstance(one, BoundedLayout) or one.least_key > needed.last:
+        if isinstance(one, BoundedLayout) or one.least_key > min(needed.last, needed.soon):
             return
         with self.plays.apart() as used:
             outcome = self.evaluation.outcome(one.candidate, needed.rivals)

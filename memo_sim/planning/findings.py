@@ -119,18 +119,23 @@ class Findings:
         """Return the name of the next bounds of a candidate or layout."""
         return one.next_name(self._ranking.limit_s())
 
-    def offered(self, one: Bounded | BoundedLayout, last: Key) -> Offer | None:
-        """Return a task of another process, which ends where bounds pass ``last``; None for a layout to be opened."""
+    def offered(self, one: Bounded | BoundedLayout, last: Key, soon: Key) -> Offer | None:
+        """Return a task of another process, which ends where bounds pass ``last``; None where there is nothing to do.
+
+        Layouts are opened by the search, and plans are played only as long as bounds do not pass ``soon``.
+        """
         if isinstance(one, BoundedLayout):
             if not self.next_name(one):
                 return None
             none = Rivals(None, None)
-            return Offer((one, Needed(last, self._ranking.limit_s(), none, known={}, compiled=is_compiled())), ())
+            return Offer((one, Needed(last, soon, self._ranking.limit_s(), none, known={}, compiled=is_compiled())), ())
+        if one.is_played_next and one.least_key > soon:
+            return None
         candidate, plays = one.candidate, self._examination.plays
         rivals = self._opened.rivals(candidate.base)
         shared = self._examination.evaluation.shared_plans(candidate, rivals)
         known = plays.known_among(shared)
-        needed = Needed(last=last, limit_s=self._ranking.limit_s(), rivals=rivals, known=known, compiled=is_compiled())
+        needed = Needed(last, soon, self._ranking.limit_s(), rivals, known=known, compiled=is_compiled())
         return Offer((one, needed), shared - known.keys())
 
     def beside_itself(
