@@ -250,10 +250,9 @@ class Ahead:
         for each in found:
             owner = self._owners.get(self._search.family(each[1]), helper)
             (ours if owner is helper else others).append(each)
-        in_order = [*(reversed(ours) if most[0] else ours), *reversed(others)]
         played = {plan for begun in self._begun.values() for plan in begun.plays}.union(self._search.at)
         busy = {begun.number for begun in self._begun.values()}
-        for number, one in in_order:
+        for number, one in [*ours, *reversed(others)]:
             if number in busy:
                 continue
             made = self._search.offered(one, last, soon)
@@ -295,12 +294,9 @@ class Ahead:
         return known.bounds[name]
 
     def _leave_to_owner(self, number: Number, one: Bounded, name: Hashable) -> None:
-        """Work on families of this process while the one that has the candidate's does not know its next bounds.
-
-        Only where a limit is known: all candidates below it have to be looked at.
-        """
+        """Work on families of this process while the one that has the candidate's does not know its next bounds."""
         most = self._search.limit_key()
-        if most[0] or self._owners.get(self._search.family(one)) not in self._helpers():
+        if self._owners.get(self._search.family(one)) not in self._helpers():
             return
         while not ((known := self._known.get(number)) and (known.lost or name in known.bounds)):
             offer = next(self._offers(most, None), None)
