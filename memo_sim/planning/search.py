@@ -51,6 +51,7 @@ from memo_sim.planning.question import Question
 from memo_sim.planning.ranking import Ranking
 from memo_sim.planning.rivals import Opened
 from memo_sim.planning.space import Candidate, Space, last_resorts, with_alpha
+from memo_sim.planning.stage_alone import stands_alone
 
 __all__ = ["Evaluated", "SearchResult", "best_with_more_memory", "play", "predict", "search", "search_beside"]
 
@@ -307,10 +308,10 @@ class _Search:
 
         It is evaluated next: with shorter times, most bounds of others end earlier.
         """
+        base, limit_s = one.candidate.base, self.ranking.limit_s()
         if one.next_bound not in {"memory", "played", ""} or one.bound is None or one.shortfall_bytes:
             return False
-        limit_s = self.ranking.limit_s()
-        return one.candidate.base.layout.pp > 1 and one.bound.step_s < PROMISING * limit_s < inf
+        return base.layout.pp > 1 and stands_alone(base) and one.bound.step_s < PROMISING * limit_s < inf
 
     def _is_costly(self, first: Waiting) -> bool:
         """Return whether one stage is to be played against no time yet, for the first time."""
