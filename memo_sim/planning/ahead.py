@@ -31,7 +31,8 @@ from memo_sim.planning.processes import Helper, Kind, Message, Task, Team
 QUEUE = 10
 """Tasks that a process has at once, so that it need not wait for one while the search plays a plan.
 
-Some take 3 ms and others 100 ms. What has not begun can be taken back."""
+Some take 3 ms, others 100 ms. What has not begun can be taken back.
+"""
 NEXT = 16
 """Candidates for each process that count as the next ones, while it is not known which of them matter."""
 MOST_NEXT = 64
@@ -242,8 +243,8 @@ class Ahead:
     def _offers(self, most: Key, helper: Helper | None) -> Iterator[tuple[Number, Bounded, Offer]]:
         """Yield the next candidates that no process is at; none plays what another one plays.
 
-        Those come first whose family ``helper`` (None: this process) has looked at, or no process. Of others the last
-        come first: the search is soon at the others itself, and then waits for a process that is at the same candidate.
+        Those come first whose lowerings ``helper`` has (None: this process), or no process. Of others the last come
+        first: the search is soon at the others itself, and then waits for a process that is at the same candidate.
         """
         found, last, soon = self._next(most)
         ours, others = list[tuple[Number, Any]](), list[tuple[Number, Any]]()
@@ -348,7 +349,7 @@ class Ahead:
         return True
 
     def _do(self, offer: tuple[Number, Bounded, Offer]) -> None:
-        """Do what another process could do."""
+        """Do in this process what another one could do."""
         number, _, made = offer
         try:
             for name, part in self._search.beside_itself(*made.arguments):

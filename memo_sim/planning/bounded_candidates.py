@@ -58,6 +58,7 @@ LEAST_SHARED = 3
 """Least number of policies that are worth a lowering of the plan that keeps everything, where it is none of them."""
 
 OfStage = Literal["alone", "memory", "played"]
+"""Bounds from one stage of a pipeline."""
 NextBound = Literal[
     "beside", "unswapped", "pipeline", "layers", "passes", "fitting", "halved", "wide", "narrow", OfStage, ""
 ]
@@ -277,7 +278,7 @@ class CandidateBounds:
         """
         candidate = one.candidate
         if one.next_bound == "beside" and candidate.policy.swaps_some and (short := self._short_of(candidate)):
-            bound = self.of_plans.short_of_device(bound, short)
+            bound = self.of_plans.with_shortage(bound, short)
             return Bounded(candidate, bound, short, "layers")
         bound = replace(bound, step_s=max(bound.step_s, self._step_s(one)))
         return replace(one, bound=bound, next_bound=self._after(one))
@@ -339,16 +340,16 @@ class CandidateBounds:
         if not partial:
             return bounds.between(grid.at(low), grid.at(most))
         bound = bounds.rough(grid.at(most), keep=None)
-        if not bounds.lacks_device(bound):
+        if not bounds.exceeds_device(bound):
             bound = bounds.between(grid.at(most), grid.at(most))
             # Where no alpha fits, no time is asked for.
-            fits, step_s = not bounds.lacks_device(bound), 0.0
+            fits, step_s = not bounds.exceeds_device(bound), 0.0
             if fits:
                 step_s = bounds.step_s_between(grid.at(low), grid.at(most))
             bound = replace(bound, step_s=step_s)
         bound = replace(bound, host_bytes_per_node=0)
-        if most < grid.steps - 1 and bounds.lacks_device(bound):
-            return bounds.short_of_device(bound, self._least_short(grid, most, bounds.shortfall_bytes(bound)))
+        if most < grid.steps - 1 and bounds.exceeds_device(bound):
+            return bounds.with_shortage(bound, self._least_short(grid, most, bounds.shortfall_bytes(bound)))
         return bound
 
     def _short_of(self, candidate: Candidate) -> int:
@@ -382,7 +383,7 @@ class CandidateBounds:
         may_fit = [bound for bound in found if not bounds.shortfall_bytes(bound)]
         if not may_fit and partial and most < high:
             short = self._least_short(grid, most, min(map(bounds.shortfall_bytes, found)))
-            return bounds.short_of_device(replace(found[0], step_s=0.0), short)
+            return bounds.with_shortage(replace(found[0], step_s=0.0), short)
         if not may_fit:
             return min(found, key=bounds.shortfall_bytes)
         return replace(
@@ -498,7 +499,7 @@ class CandidateBounds:
                 return grid, low, high
             most = most_that_host_holds(grid, bounds, low, high)
             if partial:
-                low = least_that_fits(lambda step: bounds.lacks_device(bounds.memory(grid.at(step))), low, most)
+                low = least_that_fits(lambda step: bounds.exceeds_device(bounds.memory(grid.at(step))), low, most)
             return grid, low, most
 
         return self._known_held.of((base, partial), found)
@@ -517,9 +518,9 @@ class CandidateBounds:
         if most < low:
             return bound
         raised = self._with_stage(bound, bounds.of_fullest_stage(grid.at(most)))
-        if partial and most < grid.steps - 1 and bounds.lacks_device(raised):
+        if partial and most < grid.steps - 1 and bounds.exceeds_device(raised):
             short = bounds.shortfall_bytes(replace(raised, host_bytes_per_node=0))
-            device_bytes = bounds.short_of_device(raised, self._least_short(grid, most, short)).device_bytes
+            device_bytes = bounds.with_shortage(raised, self._least_short(grid, most, short)).device_bytes
             return replace(bound, device_bytes=max(bound.device_bytes, device_bytes))
         return raised
 

@@ -455,17 +455,17 @@ class LowerBounds:
 
         Without ``lowered``, few layers are not lowered for it: of a plan without stages, all cost no more.
         """
-        if self.lacks_device(self.rough(decisions, keep=None)):
+        if self.exceeds_device(self.rough(decisions, keep=None)):
             return True
         if of_stage := self.of_fullest_stage(decisions):
             return of_stage.total > self.device_room_bytes
-        return lowered and self.lacks_device(self.of(decisions))
+        return lowered and self.exceeds_device(self.of(decisions))
 
-    def lacks_device(self, bound: LowerBound) -> bool:
+    def exceeds_device(self, bound: LowerBound) -> bool:
         """Return whether plans with this bound need more device memory than there is."""
         return bound.device_bytes + bound.beside_bytes > self.device_room_bytes
 
-    def short_of_device(self, bound: LowerBound, shortfall_bytes: int) -> LowerBound:
+    def with_shortage(self, bound: LowerBound, shortfall_bytes: int) -> LowerBound:
         """Return ``bound`` for plans that are short of so many bytes of a device at least, or of more on a host."""
         device_bytes = self.device_room_bytes + shortfall_bytes - bound.beside_bytes
         return replace(bound, device_bytes=device_bytes, host_bytes_per_node=0)

@@ -7,6 +7,9 @@ that evaluating everything would give. When the Pareto front is asked for, a can
 is as fast as its bound and needs no more of either memory. Tighter bounds cost a lowering, so they are computed only
 when the previous ones do not decide.
 
+Bounds that cost much end early where a time is known that candidates have to beat. So plans without pipeline stages,
+which are soon played, come before the first such bound; and a pipeline whose bound is far below that time comes next.
+
 Where there are many layouts, a layout first gets lower bounds of its own, and tighter ones when it is the next: from
 the later steps of its ring, if that is long, then from all kernels, then with waits. Its candidates are made only when
 these do not decide. In pipelines, whose plays are long, ranges of alpha get lower bounds as well.
@@ -204,7 +207,7 @@ def _is_small(candidate: Candidate) -> bool:
 
 
 PROMISING = 0.992
-"""By so much, one stage alone is faster than most pipelines with several micro-batches."""
+"""The bound of one stage is about so many times the step of most pipelines, or more."""
 
 
 @dataclass
@@ -339,8 +342,10 @@ class _Search:
 
     def _is_sibling(self, one: Bounded, best: Evaluated) -> bool:
         """Return whether a pruned candidate is evaluated nevertheless, as it is on the best plan's layout."""
+        if not self._aims.siblings:
+            return False
         candidate, most_s = one.candidate, self._aims.siblings * (best.prediction.step_s or inf)
-        if not most_s or candidate.base.layout != best.decisions.layout or not _is_small(candidate):
+        if candidate.base.layout != best.decisions.layout or not _is_small(candidate):
             return False
         while one.next_bound and one.least_key < (False, False, most_s) < (False, False, inf):
             one = self._examination.bounds.tightened(one, most_s)

@@ -195,3 +195,17 @@ def test_answers_are_equal_for_every_number_of_processes() -> None:
     assert memo_sim.gpus("gpt-tiny", **kinds).to_json() == memo_sim.gpus("gpt-tiny", **kinds, jobs=3).to_json()
     there: Any = {"cluster": "a800-1x2", "tp": 2, "step": "256k"}
     assert memo_sim.longest("gpt-7b", **there).to_json() == memo_sim.longest("gpt-7b", **there, jobs=2).to_json()
+
+
+def test_families_are_divided_by_what_there_is_to_do() -> None:
+    team = SlowTeam(2, seed=0)
+    ahead = Ahead(team, mock.Mock(), begin=(mock.Mock(), ()), kept={}, task=mock.Mock())
+    sizes = {"a": 8, "b": 8, "c": 6, "d": 2, "e": 1, "f": 1}
+    in_order = ahead.assign(sizes)
+    owners = [ahead._owners[family] for family in in_order]
+    mine = owners.count(None)
+    assert sorted(in_order) == sorted(sizes)
+    assert owners[:mine] == [None] * mine
+    shares = [sum(sizes[f] for f in sizes if ahead._owners[f] is owner) for owner in (None, *team.slow)]
+    assert max(shares) <= 10
+    assert sum(shares) == 26
