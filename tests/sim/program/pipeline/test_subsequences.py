@@ -253,7 +253,7 @@ def test_the_lower_bound_of_host_bytes_is_at_most_the_swapped_bytes(
         if window:
             assert WindowBytes(decisions).host_bytes(0) == rank
         else:
-            assert rank // 2 < bounds._swapped_on(bounds._layers(decisions, stages_of(decisions)[0])) <= rank
+            assert rank // 2 < bounds._swapped_on(decisions, stages_of(decisions)[0]) <= rank
 
 
 @st.composite
