@@ -38,9 +38,6 @@ NEXT = 16
 MOST_NEXT = 64
 """The same once a limit is known: all that is below it has to be looked at."""
 
-LESS = 0.8
-"""Share of the work of another process that this one has on candidates."""
-
 PARTS = 2
 """Parts of divided work that a process has at once."""
 
@@ -152,14 +149,11 @@ class Ahead:
         """The process that has a family's lowerings, None for this one: assigned to it, or the first to look at it."""
 
     def assign(self, families: Mapping[Family, int]) -> list[Family]:
-        """Divide families among the processes, by how much there is to do for each; return them, this process's first.
-
-        This process has more to do beside: it gets ``LESS`` of them.
-        """
+        """Divide families among the processes, by how much there is to do; return them, those of this process first."""
         load: dict[Helper | None, float] = {None: 0.0} | dict.fromkeys(self._helpers(), 0.0)
         for family, size in sorted(families.items(), key=lambda each: -each[1]):
             owner = min(load, key=lambda each: load[each])
-            load[owner] += size / LESS if owner is None else size
+            load[owner] += size
             self._owners[family] = owner
         return sorted(families, key=lambda family: self._owners[family] is not None)
 

@@ -3,8 +3,8 @@
 A range of alphas is halved until its bound reaches the time of the best plan so far. The widest ranges have the ends
 that the bounds of a few layers had before (``bounded_candidates.py``), which are known for each. Ranges that these
 decide are not played, nor are ranges whose most swapped tokens leave too much on the device. Neighbours share an alpha,
-so each is lowered once. The search ends when the least bound is that of a single alpha, whose plan may then be played:
-most plans that are slower than the best are slower by less than their bounds are too low.
+so each is lowered once. The search ends when the least bound is that of a single alpha. That plan may then be played:
+many bounds are below the best time only because they are too low.
 
       alpha     0        1/4        1/2        3/4        1
       bound     |-- 114 --|- 108 -|109|-- 110 --|-- 111 --|        none is below 107, the best so far

@@ -229,8 +229,8 @@ class StagesAlone:
     def last_stage_bytes(self, decisions: Decisions) -> StageBytes:
         """Return the bytes that the last stage needs on a device, without the reserve of the profile.
 
-        Its program is written as the engine plays
-        it, so it may have subsequences. It is not kept: that of 512 subsequences has hundreds of MB.
+        Its program is written as the engine plays it, so it may have subsequences. It is not kept: that of 512
+        subsequences has hundreds of MB.
 
         Raises:
             Infeasible: when the plan cannot be lowered.
