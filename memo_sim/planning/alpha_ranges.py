@@ -87,11 +87,8 @@ def _least_step_s(bounds: LowerBounds, grid: Grid, first: int, last: int, limit_
     """Return a range's lower bound; ``few``: whether those of a few layers and of passes are tried first."""
     low, high = grid.at(first), grid.at(last)
     if few:
-        bound = bounds.between(low, high)
-        if bounds.shortfall_bytes(bound):
-            return float("inf")
-        if bound.step_s >= limit_s:
-            return bound.step_s
-        if (passes_s := bounds.of_passes(low, high)) >= limit_s:
-            return passes_s
+        if (few_s := max(bounds.step_s_between(low, high), bounds.of_passes(low, high))) >= limit_s:
+            return few_s
+        if bounds.shortfall_bytes(bounds.between(low, high)):
+            return inf
     return bounds.of_one_stage(low, high, limit_s)

@@ -1,7 +1,8 @@
 """Candidates with lower bounds, which get tighter step by step, each at a higher cost.
 
 rough        from what candidates share, without a lowering
-beside       from the layout's plan that keeps everything, with its collectives and waits
+beside       from the layout's plan that keeps everything, with its collectives and waits; where nothing is recomputed,
+             also from the bytes that are copied
 unswapped    from a few layers of the plan that swaps nothing, where every backward rebuilds its layer
 pipeline     from the kernels of each stage and their waits, once for all candidates of a layout
 layers       from a few of the plan's layers
@@ -40,7 +41,7 @@ from memo_sim.planning.recent import Recent
 from memo_sim.planning.rivals import Opened
 from memo_sim.planning.short_rings import steps_repeat
 from memo_sim.planning.space import Candidate, Space, policies
-from memo_sim.planning.stage_alone import StageBytes
+from memo_sim.planning.stage_alone import StageBytes, stands_alone
 
 RANGES: dict[str, int] = {"wide": WIDEST, "narrow": 2}
 """Grid steps of the ranges of alpha that get lower bounds of their own, one after the other."""
@@ -294,6 +295,8 @@ class CandidateBounds:
             return "fitting" if policy.swaps_some else ""
         if layout.pp == 1 or layout.subsequences > 1:
             return ""
+        if one.next_bound == "halved":
+            return "alone"
         ranges: tuple[NextBound, ...] = ("wide", "narrow") if self._front else ("wide", "alone")
         if policy.alpha is not None:
             ranges = () if self._front else ("alone",)
@@ -311,18 +314,28 @@ class CandidateBounds:
         More swapped tokens of a token-wise plan copy more and compute less, so its alphas are not bound at once.
         """
         open_alpha = candidate.policy.alpha is None and not candidate.policy.swaps_some
-        return "halved" if open_alpha and self._is_plain(candidate.base.layout) else "layers"
+        if not open_alpha or self._front:
+            return "layers"
+        return "halved" if stands_alone(candidate.base) else "layers"
 
     def _step_s(self, one: Bounded) -> float:
         """Return the next lower bound of a candidate's step seconds, where that tells nothing of memory."""
         base = one.candidate.base
         if one.next_bound == "beside":
-            return self.of_plans.beside_s(kept(base), [Policy.of(base)], waits=True)
+            beside_s = self.of_plans.beside_s(kept(base), [Policy.of(base)], waits=True)
+            return max(beside_s, self._copied_s(one.candidate))
         if one.next_bound == "unswapped":
             return self.of_plans.unswapped_s(base)
         if one.next_bound == "fitting":
             return self._of_fitting(one.candidate)
         return self._least_s_of_layout(kept(base)) if one.next_bound == "pipeline" else self._of_passes(one.candidate)
+
+    def _copied_s(self, candidate: Candidate) -> float:
+        """Return a lower bound of the step seconds from the bytes that are copied at least."""
+        if candidate.policy.alpha is not None:
+            return self.of_plans.copied_s(candidate.base)
+        grid, low, most = self._held(candidate)
+        return self.of_plans.copied_s(grid.at(low)) if low <= most else 0.0
 
     def _least_s_of_layout(self, keeping: Decisions) -> float:
         if keeping not in self._least_s:
@@ -374,12 +387,22 @@ class CandidateBounds:
         """Return what no alpha is below, from ranges of ``width`` grid steps: of those that may fit, if there are any.
 
         The range with the shortest step need not be the one with the fewest bytes, which a Pareto front asks for too.
+        Without a front, bytes are of interest only where nothing fits.
         """
         bounds, partial = self.of_plans, candidate.policy.swaps_some
         grid, low, most = self._held(candidate)
         high = grid.steps - partial
         pairs = list(pairwise(edges_of(low, most, width))) or [(most, most)]
-        found = [bounds.between(grid.at(first), grid.at(last)) for first, last in pairs]
+        ranges = [(grid.at(first), grid.at(last)) for first, last in pairs]
+        if not self._front:
+            # Which buffers live costs as much as the time, and is asked for only until a range may fit.
+            times_s = [bounds.step_s_between(*each) for each in ranges]
+            ranges = [each for _, each in sorted(zip(times_s, ranges, strict=True), key=lambda each: each[0])]
+        found = list[LowerBound]()
+        for each in ranges:
+            found.append(bounds.between(*each))
+            if not self._front and not bounds.shortfall_bytes(found[-1]):
+                return replace(found[-1], device_bytes=0, host_bytes_per_node=0)
         may_fit = [bound for bound in found if not bounds.shortfall_bytes(bound)]
         if not may_fit and partial and most < high:
             short = self._least_short(grid, most, min(map(bounds.shortfall_bytes, found)))
@@ -399,7 +422,7 @@ class CandidateBounds:
         higher = _higher(self._of_halved(one.candidate, target_s), bound)
         short = self.of_plans.shortfall_bytes(higher)
         again = bound.step_s < higher.step_s < limit_s and higher.step_s >= target_s and not short
-        return Bounded(one.candidate, higher, short, "halved" if again else "")
+        return Bounded(one.candidate, higher, short, "halved" if again else self._after(one))
 
     def _of_halved(self, candidate: Candidate, enough_s: float) -> LowerBound:
         """Return what no alpha is below; of time, from ranges of which the fastest is halved until it needs enough."""

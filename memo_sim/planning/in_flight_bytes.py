@@ -12,7 +12,7 @@ one pass is left out.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -40,7 +40,7 @@ Moment = tuple[tuple[int, ...], int]
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class LayerBytes:
     """Bytes on the device for one micro-batch of a layer."""
 
     kept: int
@@ -51,22 +51,24 @@ class _Layer:
     """At most of ``kept`` that the layers in both rounding buffers do not need."""
 
 
-def in_flight_bytes(decisions: Decisions) -> dict[int, int]:
-    """Return lower bounds of the dynamic bytes on a device, by stage; of equal stages, of the first and the last.
-
-    Nothing where the order tells nothing. Of a stage with rounding buffers, the layers in them may have no other
-    buffers, so as many layers are left out.
-
-    Raises:
-        Infeasible: when the layout does not divide the model or the sequence.
-    """
+def order_tells(decisions: Decisions) -> bool:
+    """Return whether the order of a stage's passes tells what is held (``in_flight_bytes``)."""
     layout = decisions.layout
     known = layout.pp > 1 and layout.subsequences == 1 and layout.schedule in SCHEDULES
-    if not known or decisions.recompute_layers != ALL or decisions.memory_policy != "planned":
-        return {}
+    return known and decisions.recompute_layers == ALL and decisions.memory_policy == "planned"
+
+
+def in_flight_bytes(decisions: Decisions, layers: Mapping[int, LayerBytes]) -> dict[int, int]:
+    """Return lower bounds of the dynamic bytes on a device, by stage; of equal stages, of the first and the last.
+
+    Of a stage with rounding buffers, the layers in them may have no other buffers, so as many layers are left out.
+
+    - ``decisions``: a plan for which ``order_tells``.
+    - ``layers``: see ``bytes_of_layers``.
+    """
+    layout, kinds = decisions.layout, decisions.model.layer_kinds
     micro_batches = min(decisions.micro_batches, ENOUGH * layout.pp)
     alike = Layout(pp=layout.pp, schedule=layout.schedule, virtual_stages=layout.virtual_stages)
-    layers, kinds = _layers(decisions), decisions.model.layer_kinds
     found = dict[int, int]()
     for stage, runs in _ends_of_equal(decisions, kinds):
         chunks = [[layers[kind] for kind in run] for run in runs]
@@ -105,9 +107,15 @@ def _is_less(one: Moment, other: Moment) -> bool:
     return all(a <= b for a, b in pairs) and one != other
 
 
-def _layers(decisions: Decisions) -> dict[int, _Layer]:
-    """Return what a layer of each kind holds, by the kind's number in the model."""
-    shape, found = shape_of(decisions), dict[int, _Layer]()
+def bytes_of_layers(decisions: Decisions) -> dict[int, LayerBytes]:
+    """Return what a layer of each kind holds, by the kind's number in the model.
+
+    Plans have the same that differ only in stages and replicas, if they defer the same gradients.
+
+    Raises:
+        Infeasible: when the layout does not divide the model or the sequence.
+    """
+    shape, found = shape_of(decisions), dict[int, LayerBytes]()
     for stage in stages_of(decisions):
         if len(found) == len(decisions.model.layer_shapes):
             break
@@ -119,5 +127,5 @@ def _layers(decisions: Decisions) -> dict[int, _Layer]:
             waiting = DeferredWeightGradients(decisions, rows, activations).families() if decisions.lora is None else []
             kept = sum(f.bytes for f in activations.families() if f.space == "device")
             resident = ROUNDING_BUFFERS * kept if activations.rounding else 0
-            found[kind.number or 0] = _Layer(kept, sum(f.bytes for f in waiting), resident)
+            found[kind.number or 0] = LayerBytes(kept, sum(f.bytes for f in waiting), resident)
     return found

@@ -37,7 +37,7 @@ from memo_sim.memory.eager_framework import fused_loss, libraries_of
 from memo_sim.memory.huggingface import absent_states
 from memo_sim.planning.beside_kept import Change, has_waits, passes_beside
 from memo_sim.planning.few_layers import Half, Halves, Held, Pass, Passes, gathers, of_one_pass
-from memo_sim.planning.in_flight_bytes import in_flight_bytes
+from memo_sim.planning.in_flight_bytes import LayerBytes, bytes_of_layers, in_flight_bytes, order_tells
 from memo_sim.planning.pipeline_lower_bound import kept
 from memo_sim.planning.presets import Policy
 from memo_sim.planning.pricers import Pricers
@@ -178,6 +178,8 @@ class LowerBounds:
         """The compute lane's part of passes, by ``of_one_pass`` and what else of the layout it depends on."""
         self._known_kept: Recent[Hashable, _Kept] = Recent(MOST_PARTS)
         """By what they depend on (``_kept_in``)."""
+        self._known_layers: Recent[Hashable, dict[int, LayerBytes]] = Recent(MOST_PARTS)
+        """By what they depend on (``_held_in_flight``)."""
         self._known_held: Recent[Hashable, tuple[Held, float]] = Recent(MOST_PARTS)
         """By what they depend on (``_held``)."""
         self._known_parts: Recent[Hashable, _Parts] = Recent(MOST_PARTS)
@@ -379,6 +381,43 @@ class LowerBounds:
         whole = msgspec.structs.replace(decisions, swapped_tokens=0)
         parts = self._parts(whole)
         return self._step_s(whole, parts, self._ends.of(whole))
+
+    def copied_s(self, decisions: Decisions) -> float:
+        """Return a lower bound of the step seconds of a plan that swaps and recomputes nothing.
+
+        No plan that swaps more rows is faster. Kernels and waits are those of the plan that keeps everything, which
+        others of the layout share. What layers copy follows from their bytes, at the highest rate. 0 where copies need
+        not end before other layers begin.
+
+        Raises:
+            Infeasible: when the plan that keeps everything cannot be lowered, or the profile has not measured its work.
+        """
+        if decisions.recompute != "none" or not _rounding(decisions):
+            return 0.0
+        keep = kept(decisions)
+        parts, model = self._parts(keep, self.passes.waited), decisions.model
+        host_bytes = dict[int, int]()
+        for stage in _unlike_stages(decisions) or [_shortest_stage(decisions)]:
+            numbers = [kind.number or 0 for kind in layers_by_kind(model, stage)]
+            host_bytes |= zip(numbers, self._kept_in(decisions, stage).host, strict=True)
+        rates = NodeRates(self._hardware, self._cluster, self._local(decisions))
+        per_byte = {
+            name: 1 / (max(copies.alone.y) * rates.rates(1 << lane)[lane])
+            for name, copies, lane in (("out_s", self._hardware.d2h, Lane.D2H), ("in_s", self._hardware.h2d, Lane.H2D))
+        }
+        waits = any(has_waits(each) for each in (parts.whole, *parts.layers))
+        change = passes_beside(keep, Policy.of(decisions), waits=waits, gain_of_pieces=self._gain_of_pieces)[-1]
+        whole, layers = change.of(parts.whole), [change.of(each) for each in parts.layers]
+        if decisions.layout.pp == 1:
+            held = [host_bytes[kind] for kind in model.layer_kinds]
+            total = sum(held) - ROUNDING_BUFFERS * max(held)
+            whole = replace(whole, **{name: max(0, total) * each for name, each in per_byte.items()})
+        else:
+            layers = [
+                replace(one, **{name: host_bytes[kind] * each for name, each in per_byte.items()})
+                for kind, one in enumerate(layers)
+            ]
+        return self._step_s(decisions, _Parts(whole, tuple(layers)))
 
     def memory(self, decisions: Decisions, *, any_alpha: bool = False, eager_too: bool = False) -> LowerBound:
         """Return lower bounds of memory alone, from states, kept and swapped tensors; nothing is lowered or priced.
@@ -689,10 +728,17 @@ class LowerBounds:
         """
         if decisions not in self._in_flight_bytes:
             states, kinds = self._states_of_blocks(decisions), decisions.model.layer_kinds
-            held = in_flight_bytes(decisions)
+            held = self._held_in_flight(decisions)
             of_stages = (states.of_stage(stages_of(decisions)[at], kinds)[0] + more for at, more in held.items())
             self._in_flight_bytes[decisions] = max(of_stages, default=0)
         return self._in_flight_bytes[decisions]
+
+    def _held_in_flight(self, decisions: Decisions) -> dict[int, int]:
+        """Return what lives from pass to pass on a stage's device, by stage; nothing where it is not known."""
+        if not order_tells(decisions):
+            return {}
+        key = of_one_pass(decisions), decisions.layout.schedule == "zero-bubble"
+        return in_flight_bytes(decisions, self._known_layers.of(key, lambda: bytes_of_layers(decisions)))
 
     def _written_over_bytes(self, decisions: Decisions) -> int:
         """Return the bytes of a pass's logit gradient, when an eager framework writes it over the logits."""

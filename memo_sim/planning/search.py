@@ -319,7 +319,9 @@ class _Search:
     def _is_costly(self, first: Waiting) -> bool:
         """Return whether one stage is to be played against no time yet, for the first time."""
         one, prunes = first[2], self._aims.prune and not self._aims.front
-        if not (prunes and isinstance(one, Bounded) and one.next_bound == "alone") or self._tried_without_stages:
+        if self._tried_without_stages or not (prunes and isinstance(one, Bounded)) or _layout_of(one).pp == 1:
+            return False
+        if one.next_bound not in {"halved", "alone"}:
             return False
         return self.ranking.limit_s() == inf
 

@@ -37,3 +37,4 @@ def test_kept_rows_are_not_copied_beside_where_all_rows_stay(layout: dict[str, A
             assert bounds.step_s_between(plan, plan) <= played_s
             assert bounds.of_passes(plan, plan) <= played_s
             assert bounds.of_one_stage(plan, plan) <= played_s
+            assert bounds.copied_s(plan) <= played_s

@@ -10,7 +10,7 @@ import pytest
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.engine.simulate import simulate
-from memo_sim.planning.in_flight_bytes import in_flight_bytes
+from memo_sim.planning.in_flight_bytes import bytes_of_layers, in_flight_bytes, order_tells
 from memo_sim.planning.lower_bounds import LowerBounds
 from memo_sim.planning.question import with_memory
 from memo_sim.planning.space import with_alpha
@@ -45,7 +45,8 @@ def check(decisions: Decisions, least: float = 0.0) -> None:
             if family.space == "device" and family.lifetime == "step" and not family.name.startswith("skeletal")
         )
         dynamic.append(stage.memory.device.bytes - lasting)
-    held = in_flight_bytes(decisions)
+    assert order_tells(decisions)
+    held = in_flight_bytes(decisions, bytes_of_layers(decisions))
     assert all(more <= dynamic[stage] for stage, more in held.items())
     assert max(held.values()) >= least * max(dynamic)
     needed = max(stage.memory.device.bytes for stage in played.stages)
@@ -71,9 +72,9 @@ def test_passes_in_flight_are_most_of_a_stage(name: str) -> None:
 
 
 def test_other_pipelines_are_not_known() -> None:
-    assert not in_flight_bytes(pipeline("gpipe", pp=4))
-    assert not in_flight_bytes(pipeline("1f1b", pp=1))
-    assert not in_flight_bytes(pipeline("1f1b", pp=2, subsequences=2))
+    assert not order_tells(pipeline("gpipe", pp=4))
+    assert not order_tells(pipeline("1f1b", pp=1))
+    assert not order_tells(pipeline("1f1b", pp=2, subsequences=2))
 
 
 @pytest.mark.slow
