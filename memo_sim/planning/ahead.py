@@ -19,7 +19,7 @@ Where a search begins with work on many layouts, other processes do parts of tha
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any, Protocol, TypeVar
@@ -29,14 +29,16 @@ from memo_sim.planning.outcome import Key
 from memo_sim.planning.processes import Helper, Kind, Message, Task, Team
 
 QUEUE = 10
-"""Tasks that a process has at once, so that it need not wait for one while the search plays a plan.
-
-Some take 3 ms, others 100 ms. What has not begun can be taken back.
-"""
+"""Tasks that a process has at once. Some take 3 ms, others 100 ms. What has not begun can be taken back."""
+LONG_QUEUE = 40
+"""The same when the search is about to play a plan, and gives nothing for some 100 ms."""
 NEXT = 16
 """Candidates for each process that count as the next ones, while it is not known which of them matter."""
 MOST_NEXT = 64
 """The same once a limit is known: all that is below it has to be looked at."""
+
+NO_PLAYS: Key = (False, False, 0.0)
+"""A key that none ranks before: a task ends where plans would be played."""
 
 PARTS = 2
 """Parts of divided work that a process has at once."""
@@ -47,7 +49,6 @@ OUTCOME, PLAYED = "outcome", "played plans"
 Number = tuple[int, int]
 Entry = tuple[Key, Number, Any]
 """What a search has to look at: its least key, its number, and a candidate or layout with its bounds."""
-Family = TypeVar("Family", bound=Hashable)
 Part = TypeVar("Part")
 Result = TypeVar("Result")
 
@@ -74,8 +75,8 @@ class Searching(Protocol):
     def takes_long(self, one: Any) -> bool:
         """Return whether the next bounds of a candidate or layout take long."""
 
-    def family(self, one: Any) -> Hashable:
-        """Return what a candidate or layout has in common with others that use the same lowerings."""
+    def plays_next(self, one: Any) -> bool:
+        """Return whether plans are played next for a candidate or layout."""
 
     def next_name(self, one: Any) -> Hashable:
         """Return the name of the next bounds, with what they depend on; empty where there are none."""
@@ -145,23 +146,12 @@ class Ahead:
         self._told: set[Helper] = set()
         self._known: dict[Number, _Known] = {}
         self._begun: dict[int, _Begun] = {}
-        self._owners: dict[Hashable, Helper | None] = {}
-        """The process that has a family's lowerings, None for this one: assigned to it, or the first to look at it."""
 
-    def assign(self, families: Mapping[Family, int]) -> list[Family]:
-        """Divide families among the processes, by how much there is to do; return them, those of this process first."""
-        load: dict[Helper | None, float] = {None: 0.0} | dict.fromkeys(self._helpers(), 0.0)
-        for family, size in sorted(families.items(), key=lambda each: -each[1]):
-            owner = min(load, key=lambda each: load[each])
-            load[owner] += size
-            self._owners[family] = owner
-        return sorted(families, key=lambda family: self._owners[family] is not None)
-
-    def give(self) -> None:
-        """Give the next candidates to processes that have room for tasks."""
+    def give(self, queue: int = QUEUE) -> None:
+        """Give the next candidates to processes that have less than ``queue`` tasks."""
         self._receive(block=False)
         helpers = self._helpers()
-        if not any(len(helper.tasks) < QUEUE for helper in helpers):
+        if not any(len(helper.tasks) < queue for helper in helpers):
             return
         most = self._search.limit_key()
         for name, begun in list(self._begun.items()):
@@ -169,11 +159,10 @@ class Ahead:
                 self._take_back(name)
         for helper in sorted(helpers, key=lambda each: len(each.tasks)):
             for number, one, made in self._offers(most, helper):
-                if len(helper.tasks) >= QUEUE:
+                if len(helper.tasks) >= queue:
                     break
                 given = self._given(helper, self._task, *made.arguments)
                 if given is not None:
-                    self._owners.setdefault(self._search.family(one), helper)
                     self._begun[given] = _Begun(number, one.least_key, helper, made.plays)
 
     def divided(self, task: Task, here: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:
@@ -237,22 +226,23 @@ class Ahead:
     def _offers(self, most: Key, helper: Helper | None) -> Iterator[tuple[Number, Bounded, Offer]]:
         """Yield the next candidates that no process is at; none plays what another one plays.
 
-        Those come first whose lowerings ``helper`` has (None: this process), or no process. Of others the last come
-        first: the search is soon at the others itself, and then waits for a process that is at the same candidate.
+        Another process (``helper``) begins with plans that are played: while this one plays, it gives nothing. Then
+        come the last of the next ones, because the search is soon at the others itself, and would wait for the process
+        that is at the same candidate. This process (None) begins with the first, and plays last.
         """
         found, last, soon = self._next(most)
-        ours, others = list[tuple[Number, Any]](), list[tuple[Number, Any]]()
-        for each in found:
-            owner = self._owners.get(self._search.family(each[1]), helper)
-            (ours if owner is helper else others).append(each)
-        played = {plan for begun in self._begun.values() for plan in begun.plays}.union(self._search.at)
+        plays = [each for each in found if self._search.plays_next(each[1])]
+        rest = [each for each in found if not self._search.plays_next(each[1])]
+        begun = {plan for begun in self._begun.values() for plan in begun.plays}.union(self._search.at)
         busy = {begun.number for begun in self._begun.values()}
-        for number, one in [*ours, *reversed(others)]:
+        turns = [(plays, soon), (rest[::-1], soon), (plays, most)] if helper else [(rest, NO_PLAYS), (plays, soon)]
+        for number, one, until in ((*each, until) for turn, until in turns for each in turn):
             if number in busy:
                 continue
-            made = self._search.offered(one, last, soon)
-            if made is not None and played.isdisjoint(made.plays):
-                played.update(made.plays)
+            made = self._search.offered(one, last, until)
+            if made is not None and begun.isdisjoint(made.plays):
+                begun.update(made.plays)
+                busy.add(number)
                 yield number, one, made
 
     def _next(self, most: Key) -> tuple[list[tuple[Number, Any]], Key, Key]:
@@ -280,25 +270,9 @@ class Ahead:
     def bounded(self, number: Number, one: Bounded) -> Any:
         """Return a candidate with its next bounds; None where no process has computed them or is about to."""
         name = self._search.next_name(one)
-        self._leave_to_owner(number, one, name)
         self._await(number, lambda known: name in known.bounds, working=self._search.takes_long(one))
         known = self._known.get(number)
-        if known is None or name not in known.bounds:
-            self._owners.setdefault(self._search.family(one), None)
-            return None
-        return known.bounds[name]
-
-    def _leave_to_owner(self, number: Number, one: Bounded, name: Hashable) -> None:
-        """Work on families of this process while the one that has the candidate's does not know its next bounds."""
-        most = self._search.limit_key()
-        if self._owners.get(self._search.family(one)) not in self._helpers():
-            return
-        while not ((known := self._known.get(number)) and (known.lost or name in known.bounds)):
-            offer = next(self._offers(most, None), None)
-            if offer is None or self._owners.get(self._search.family(offer[1])) is not None:
-                return  # there is no other work of this process, whose own comes first
-            self._do(offer)
-            self.give()
+        return known.bounds.get(name) if known else None
 
     def outcome(self, number: Number) -> Any:
         """Return a candidate's outcome; None where no process has evaluated it or is about to."""

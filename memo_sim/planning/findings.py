@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 
 from memo_sim.contract.plan import Decisions, Layout
-from memo_sim.planning.ahead import Ahead, Number, Offer
+from memo_sim.planning.ahead import LONG_QUEUE, Ahead, Number, Offer
 from memo_sim.planning.aims import Aims
 from memo_sim.planning.bounded_candidates import Bounded, BoundedLayout
 from memo_sim.planning.examination import Examination, Found, Needed, begin, bound_layouts, examine
@@ -27,7 +28,7 @@ AT_ONCE = 32
 
 
 def _family(layout: Layout) -> Layout:
-    """Return a layout that others have whose kernels are the same (``few_layers.Passes``): one process prices them."""
+    """Return a layout that others have whose kernels are the same, which one process prices (``few_layers.Passes``)."""
     return msgspec.structs.replace(layout, pp=1, pp_layers=(), schedule="1f1b", virtual_stages=1, dp=1, zero=0)
 
 
@@ -52,7 +53,7 @@ class Findings:
         examination = self._examination
         first = (begin, (examination.question, self._aims, space.policies, goes_on))
         self._ahead = Ahead(team, self, begin=first, kept={"examination": examination}, task=examine)
-        examination.plays.between = self._ahead.give
+        examination.plays.before = partial(self._ahead.give, LONG_QUEUE)
 
     def end(self) -> None:
         """Take back what other processes have not begun."""
@@ -66,8 +67,7 @@ class Findings:
         families: dict[Layout, list[int]] = {}
         for place, layout in enumerate(layouts):
             families.setdefault(_family(layout), []).append(place)
-        in_order = self._ahead.assign({family: len(places) for family, places in families.items()})
-        places = [place for family in in_order for place in families[family]]
+        places = [place for alike in families.values() for place in alike]
         parts = [[layouts[at] for at in places[first : first + AT_ONCE]] for first in range(0, len(places), AT_ONCE)]
         divided = self._ahead.divided(bound_layouts, self._examination.layouts, parts)
         found = dict(zip(places, (one for part in divided for one in part), strict=True))
@@ -108,12 +108,12 @@ class Findings:
         return (True, True, float("inf")) if self.all_matter or last is None else last[:3]
 
     def takes_long(self, one: Bounded | BoundedLayout) -> bool:
-        """Return whether a stage is played for the next bounds, or plans are."""
-        return isinstance(one, Bounded) and one.next_bound in {"alone", "played"}
+        """Return whether ranges are halved or a stage is played for the next bounds, or plans are."""
+        return isinstance(one, Bounded) and one.next_bound in {"alone", "halved", "played"}
 
-    def family(self, one: Bounded | BoundedLayout) -> Hashable:
-        """Return the layout of all whose kernels are the same."""
-        return _family(one.layout if isinstance(one, BoundedLayout) else one.candidate.base.layout)
+    def plays_next(self, one: Bounded | BoundedLayout) -> bool:
+        """Return whether plans are played next for a candidate or layout."""
+        return isinstance(one, Bounded) and one.is_played_next
 
     def next_name(self, one: Bounded | BoundedLayout) -> Hashable:
         """Return the name of the next bounds of a candidate or layout."""

@@ -29,8 +29,8 @@ class Plays:
         """The simulation of the best plan that was played here."""
         self.used: dict[Decisions, None] = {}
         """The plans whose predictions the candidates asked for, in this order."""
-        self.between: Callable[[], None] = _nothing
-        """What to do after each play."""
+        self.before: Callable[[], None] = _nothing
+        """What to do before each play."""
         self.loop: Loop = run_fast
         """What plays the plans."""
         self._begun: Simulation | None = None
@@ -58,11 +58,11 @@ class Plays:
         if begun is not None and begun.decisions != decisions:
             begun = None
         self._make_room()
+        self.before()
         simulation = simulate(decisions, self._question.hardware, self._question.cluster, loop=self.loop, begun=begun)
         del begun
         self.known[decisions] = simulation.prediction
         self.used[decisions] = None
-        self.between()
         if self.fastest is None or _ranks_before(simulation, self.fastest):
             self.fastest = simulation
         return simulation
@@ -98,8 +98,8 @@ class Plays:
         self.used.update(dict.fromkeys(used))
 
     def stand_aside(self) -> None:
-        """Play for the search of another process: no simulation is kept, and nothing is done between plays."""
-        self.fastest, self.between, self._begun = None, _nothing, None
+        """Play for the search of another process: no simulation is kept, and nothing is done before plays."""
+        self.fastest, self.before, self._begun = None, _nothing, None
 
     @contextmanager
     def apart(self) -> Iterator[dict[Decisions, None]]:

@@ -7,7 +7,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Iterator
 from math import inf
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import msgspec
@@ -18,12 +18,13 @@ from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.plan import Decisions
 from memo_sim.engine.fast_loop import FastLoop
 from memo_sim.engine.simulate import simulate
-from memo_sim.planning import findings
+from memo_sim.planning import ahead, findings
 from memo_sim.planning import plays as played
 from memo_sim.planning import search as searched
-from memo_sim.planning.ahead import Ahead
+from memo_sim.planning.ahead import Ahead, Offer, Searching
 from memo_sim.planning.bounded_candidates import Bounded
 from memo_sim.planning.lower_bounds import LowerBound
+from memo_sim.planning.outcome import Key
 from memo_sim.planning.processes import Kind, Message, Task, Team, working_with
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import SearchResult, play, search
@@ -38,8 +39,11 @@ class Slow:
         self.tasks: deque[int] = deque()
         self.given: dict[int, Iterator[object]] = {}
         self.here: dict[str, Any] = {}
+        self.asked: list[tuple[object, ...]] = []
+        """The arguments of its tasks."""
 
     def give(self, name: int, task: Task, *arguments: object) -> bool:
+        self.asked.append(arguments)
         self.tasks.append(name)
         self.given[name] = iter(task(self.here, *pickle.loads(pickle.dumps(arguments))))
         return True
@@ -197,15 +201,51 @@ def test_answers_are_equal_for_every_number_of_processes() -> None:
     assert memo_sim.longest("gpt-7b", **there).to_json() == memo_sim.longest("gpt-7b", **there, jobs=2).to_json()
 
 
-def test_families_are_divided_by_what_there_is_to_do() -> None:
-    team = SlowTeam(2, seed=0)
-    ahead = Ahead(team, mock.Mock(), begin=(mock.Mock(), ()), kept={}, task=mock.Mock())
-    sizes = {"a": 8, "b": 8, "c": 6, "d": 2, "e": 1, "f": 1}
-    in_order = ahead.assign(sizes)
-    owners = [ahead._owners[family] for family in in_order]
-    mine = owners.count(None)
-    assert sorted(in_order) == sorted(sizes)
-    assert owners[:mine] == [None] * mine
-    shares = [sum(sizes[f] for f in sizes if ahead._owners[f] is owner) for owner in (None, *team.slow)]
-    assert max(shares) <= 10
-    assert sum(shares) == 26
+class Waits:
+    """A candidate that waits, with its key; plans may be played next for it."""
+
+    def __init__(self, seconds: float, name: str) -> None:
+        self.least_key = (False, False, seconds)
+        self.name = name
+
+
+class Waiting:
+    """A search that looks for plans faster than ten seconds."""
+
+    at = ()
+
+    def __init__(self, *named: str) -> None:
+        every = [Waits(float(place), name) for place, name in enumerate(named, 1)]
+        self.waiting = [(one.least_key, (place, 0), one) for place, one in enumerate(every)]
+
+    def limit_key(self) -> Key:
+        return (False, False, 10.0)
+
+    def plays_next(self, one: Waits) -> bool:
+        return one.name.startswith("play")
+
+    def offered(self, one: Waits, _: Key, soon: Key) -> Offer | None:
+        return None if self.plays_next(one) and one.least_key > soon else Offer((one.name,), ())
+
+
+def begin(here: dict[str, Any]) -> Iterator[str]:
+    return iter(())
+
+
+def examined(here: dict[str, Any], name: str) -> Iterator[str]:
+    yield here.setdefault(name, name)
+
+
+def test_a_process_begins_with_plays_and_goes_on_with_what_the_search_needs_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What ranks after the next two candidates is played when there is nothing else to do."""
+    monkeypatch.setattr(ahead, "NEXT", 1)
+    team = SlowTeam(1, seed=0)
+    search = cast("Searching", Waiting("first", "play soon", "second", "third", "play late"))
+    others = Ahead(team, search, begin=(begin, ()), kept={}, task=examined)
+    others.give(4)
+    first = [(), ("play soon",), ("third",), ("second",)]
+    assert team.slow[0].asked == first
+    others.give(9)
+    assert team.slow[0].asked == [*first, ("first",), ("play late",)]
