@@ -143,7 +143,7 @@ def test_the_command(tmp_path: Path) -> None:
     plan = msgspec.json.decode((tmp_path / "p.json").read_bytes(), type=Plan)
     assert document["schema"] == "memo.longest/2"
     assert document["seq_tokens"] == plan.decisions.seq_tokens > 0
-    assert done.stderr == ""
+    assert all(line.startswith("lengths: ") for line in done.stderr.splitlines())  # a slow machine tells how far it is
     nothing = subprocess.run([*command, "--device-memory-gib", "2.5"], capture_output=True, text=True, check=False)
     assert nothing.returncode == 4
     assert json.loads(nothing.stdout)["seq_tokens"] == 0

@@ -32,8 +32,11 @@ class Bounds:
     def __init__(self, step_s: list[float]) -> None:
         self.step_s = step_s
 
+    def step_s_between(self, low: int, high: int) -> float:
+        return 0.9 * min(self.step_s[low : high + 1])
+
     def between(self, low: int, high: int) -> Found:
-        return Found(0.9 * min(self.step_s[low : high + 1]))
+        return Found(self.step_s_between(low, high))
 
     def shortfall_bytes(self, bound: Found) -> int:
         return 0
