@@ -162,27 +162,24 @@ def what_if(
     They are the plans that an exhaustive evaluation would rank first. Where layouts have subsequences, this holds for
     the first ``LEAST_EXACT`` plans only, and where there are many layouts for the first ``LEAST_OF_MANY``. Where one
     plan is asked for without reasons, no others are proved, unless its arena does not fit. Of larger micro-batches,
-    those are known that may be the best (``planning/micro_batches.py``). With ``pareto`` the front
-    covers the whole space, not only what the search evaluated; where alpha is open, it covers the eighths and the
-    fastest alpha.
+    those are known that may be the best (``planning/micro_batches.py``). With ``pareto`` the front covers the whole
+    space, not only what the search evaluated; where alpha is open, it covers the eighths and the fastest alpha.
 
     Raises:
         Infeasible: when no layout divides the model and the sequence.
         UsageError: when pinned knobs contradict each other or the cluster.
     """
     siblings = inf if explained else 1 + MUCH_SLOWER
-
-    def searched(exact: int) -> tuple[SearchResult, Simulation | None, Arena | None]:
+    proved = [exact_ranks(question, top)]
+    if top == 1 and not (explained or pareto):
+        proved.insert(0, 1)
+    for exact in proved:
         found = search(question, keep=exact, siblings=siblings, front=pareto, progress=progress)
         found = with_larger_micro_batches(question, found, siblings=siblings)
         first = found.best
         simulation, arena = _best_that_fits(question, found)
-        if exact == 1 and first is not None and (simulation is None or simulation.decisions != first.decisions):
-            return searched(exact_ranks(question, top))  # its arena does not fit, so others are of interest
-        return found, simulation, arena
-
-    exact = 1 if top == 1 and not (explained or pareto) else exact_ranks(question, top)
-    found, simulation, arena = searched(exact)
+        if first is None or (simulation is not None and simulation.decisions == first.decisions):
+            break  # else its arena does not fit, so others are of interest
     best, beyond = found.best, list[str]()
     if exact < min(top, len(found.ranked)):
         beyond.append(

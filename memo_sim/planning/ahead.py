@@ -25,6 +25,7 @@ from heapq import heappop, heappush
 from typing import Any, Protocol, TypeVar
 
 from memo_sim.contract.plan import Decisions
+from memo_sim.planning.bounded_candidates import LEAST
 from memo_sim.planning.outcome import Key
 from memo_sim.planning.processes import Helper, Kind, Message, Task, Team
 
@@ -36,9 +37,6 @@ NEXT = 16
 """Candidates for each process that count as the next ones, while it is not known which of them matter."""
 MOST_NEXT = 64
 """The same once a limit is known: all that is below it has to be looked at."""
-
-NO_PLAYS: Key = (False, False, 0.0)
-"""A key that none ranks before: a task ends where plans would be played."""
 
 PARTS = 2
 """Parts of divided work that a process has at once."""
@@ -228,14 +226,15 @@ class Ahead:
 
         Another process (``helper``) begins with plans that are played: while this one plays, it gives nothing. Then
         come the last of the next ones, because the search is soon at the others itself, and would wait for the process
-        that is at the same candidate. This process (None) begins with the first, and plays last.
+        that is at the same candidate. This process (None) begins with the first, and plays last: other tasks end where
+        plans would be played.
         """
         found, last, soon = self._next(most)
         plays = [each for each in found if self._search.plays_next(each[1])]
         rest = [each for each in found if not self._search.plays_next(each[1])]
         begun = {plan for begun in self._begun.values() for plan in begun.plays}.union(self._search.at)
         busy = {begun.number for begun in self._begun.values()}
-        turns = [(plays, soon), (rest[::-1], soon), (plays, most)] if helper else [(rest, NO_PLAYS), (plays, soon)]
+        turns = [(plays, soon), (rest[::-1], soon), (plays, most)] if helper else [(rest, LEAST), (plays, soon)]
         for number, one, until in ((*each, until) for turn, until in turns for each in turn):
             if number in busy:
                 continue

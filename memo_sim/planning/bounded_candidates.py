@@ -387,22 +387,12 @@ class CandidateBounds:
         """Return what no alpha is below, from ranges of ``width`` grid steps: of those that may fit, if there are any.
 
         The range with the shortest step need not be the one with the fewest bytes, which a Pareto front asks for too.
-        Without a front, bytes are of interest only where nothing fits.
         """
         bounds, partial = self.of_plans, candidate.policy.swaps_some
         grid, low, most = self._held(candidate)
         high = grid.steps - partial
         pairs = list(pairwise(edges_of(low, most, width))) or [(most, most)]
-        ranges = [(grid.at(first), grid.at(last)) for first, last in pairs]
-        if not self._front:
-            # Which buffers live costs as much as the time, and is asked for only until a range may fit.
-            times_s = [bounds.step_s_between(*each) for each in ranges]
-            ranges = [each for _, each in sorted(zip(times_s, ranges, strict=True), key=lambda each: each[0])]
-        found = list[LowerBound]()
-        for each in ranges:
-            found.append(bounds.between(*each))
-            if not self._front and not bounds.shortfall_bytes(found[-1]):
-                return replace(found[-1], device_bytes=0, host_bytes_per_node=0)
+        found = [bounds.between(grid.at(first), grid.at(last)) for first, last in pairs]
         may_fit = [bound for bound in found if not bounds.shortfall_bytes(bound)]
         if not may_fit and partial and most < high:
             short = self._least_short(grid, most, min(map(bounds.shortfall_bytes, found)))

@@ -317,7 +317,7 @@ class _Search:
         return base.layout.pp > 1 and stands_alone(base) and one.bound.step_s < PROMISING * limit_s < inf
 
     def _is_costly(self, first: Waiting) -> bool:
-        """Return whether one stage is to be played against no time yet, for the first time."""
+        """Return whether a pipeline's alphas are to be bound against no time yet, for the first time."""
         one, prunes = first[2], self._aims.prune and not self._aims.front
         if self._tried_without_stages or not (prunes and isinstance(one, Bounded)) or _layout_of(one).pp == 1:
             return False

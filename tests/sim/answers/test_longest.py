@@ -134,7 +134,7 @@ def test_the_command(tmp_path: Path) -> None:
     model = tmp_path / "model.json"
     model.write_bytes(msgspec.json.encode(msgspec.structs.replace(load_model("gpt-7b"), layers=2)))
     command = [sys.executable, "-m", "memo_sim", "longest", str(model), "--cluster", "a800-1x8", "--tp", "8", "--json"]
-    knobs = ["--recompute", "full", "--device-memory-gib", "12", "--step", "256k"]
+    knobs = ["--recompute", "full", "--device-memory-gib", "6", "--step", "256k"]
     done = subprocess.run(
         [*command, *knobs, "-o", str(tmp_path / "p.json")], capture_output=True, text=True, check=False
     )
@@ -143,7 +143,7 @@ def test_the_command(tmp_path: Path) -> None:
     plan = msgspec.json.decode((tmp_path / "p.json").read_bytes(), type=Plan)
     assert document["schema"] == "memo.longest/2"
     assert document["seq_tokens"] == plan.decisions.seq_tokens > 0
-    assert all(line.startswith("lengths: ") for line in done.stderr.splitlines())  # a slow machine tells how far it is
+    assert done.stderr == ""
     nothing = subprocess.run([*command, "--device-memory-gib", "2.5"], capture_output=True, text=True, check=False)
     assert nothing.returncode == 4
     assert json.loads(nothing.stdout)["seq_tokens"] == 0
