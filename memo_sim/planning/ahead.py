@@ -11,7 +11,8 @@ The search decides as it does alone: it needs the same bounds and outcomes in th
 that are not known. So its answer is the same to the last byte for every number of processes. Outcomes of candidates
 that turn out to be pruned are left out of it.
 
-Candidates whose bounds lose to the best plans so far are not given to processes, and are taken back from them.
+Candidates whose bounds lose to the best plans so far are not given to processes, and are taken back from them. With its
+tasks, a process is told what the search has lowered, so that it does not lower the same layers again.
 
 Where a search begins with work on many layouts, other processes do parts of that, too: ``divided``.
 """
@@ -22,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import chain, islice, takewhile
 from typing import Any, Protocol, TypeVar
 
 from memo_sim.contract.plan import Decisions
@@ -33,10 +35,14 @@ QUEUE = 10
 """Tasks that a process has at once. Some take 3 ms, others 100 ms. What has not begun can be taken back."""
 LONG_QUEUE = 40
 """The same when the search is about to play a plan, and gives nothing for some 100 ms."""
+FEW = 3
+"""A process that has fewer tasks is given candidates beyond the next ones, too."""
 NEXT = 16
 """Candidates for each process that count as the next ones, while it is not known which of them matter."""
 MOST_NEXT = 64
 """The same once a limit is known: all that is below it has to be looked at."""
+FARTHEST = 256
+"""The same for a process that has less than ``FEW`` tasks."""
 
 PARTS = 2
 """Parts of divided work that a process has at once."""
@@ -62,8 +68,10 @@ class Bounded(Protocol):
 class Searching(Protocol):
     """The search that processes work for."""
 
+    first: list[Any]
+    """What is looked at before all that waits: a heap of ``Entry``."""
     waiting: list[Any]
-    """What is still to be looked at: a heap of ``Entry``."""
+    """What is still to be looked at: another one."""
     at: Collection[Decisions]
     """Plans that the search itself plays, which others do not play at the same time."""
 
@@ -88,6 +96,9 @@ class Searching(Protocol):
     def beside_itself(self, *arguments: Any) -> Iterator[tuple[Hashable, Any]]:
         """Do a task in this process, without a change to the search."""
 
+    def news(self, helper: Helper) -> tuple[Task, object] | None:
+        """Return a task that tells a process what was found out here since it was told, with its argument."""
+
     def hear(self, found: Any) -> None:
         """Use an outcome that has arrived, or plans that were played."""
 
@@ -105,9 +116,15 @@ class _Known:
     """What is known about a candidate: it with tighter bounds, by their names; and its outcome."""
 
     bounds: dict[Hashable, Any] = field(default_factory=dict)
+    highest: Any = None
+    """It with the bounds of the largest key."""
     outcome: Any = None
     lost: bool = False
     """Whether a process did not finish it; it is not given to another one."""
+
+    def passes(self, most: Key) -> bool:
+        """Return whether bounds are known that pass ``most``."""
+        return self.highest is not None and self.highest.least_key > most
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +163,10 @@ class Ahead:
         self._begun: dict[int, _Begun] = {}
 
     def give(self, queue: int = QUEUE) -> None:
-        """Give the next candidates to processes that have less than ``queue`` tasks."""
+        """Give the next candidates to processes that have at most half of ``queue`` tasks, until they have so many."""
         self._receive(block=False)
         helpers = self._helpers()
-        if not any(len(helper.tasks) < queue for helper in helpers):
+        if not any(len(helper.tasks) <= queue // 2 for helper in helpers):
             return
         most = self._search.limit_key()
         for name, begun in list(self._begun.items()):
@@ -159,6 +176,8 @@ class Ahead:
             for number, one, made in self._offers(most, helper):
                 if len(helper.tasks) >= queue:
                     break
+                if news := self._search.news(helper):
+                    self._given(helper, *news)
                 given = self._given(helper, self._task, *made.arguments)
                 if given is not None:
                     self._begun[given] = _Begun(number, one.least_key, helper, made.plays)
@@ -229,37 +248,50 @@ class Ahead:
         that is at the same candidate. This process (None) begins with the first, and plays last: other tasks end where
         plans would be played.
         """
-        found, last, soon = self._next(most)
-        plays = [each for each in found if self._search.plays_next(each[1])]
-        rest = [each for each in found if not self._search.plays_next(each[1])]
         begun = {plan for begun in self._begun.values() for plan in begun.plays}.union(self._search.at)
         busy = {begun.number for begun in self._begun.values()}
-        turns = [(plays, soon), (rest[::-1], soon), (plays, most)] if helper else [(rest, LEAST), (plays, soon)]
-        for number, one, until in ((*each, until) for turn, until in turns for each in turn):
-            if number in busy:
-                continue
-            made = self._search.offered(one, last, until)
-            if made is not None and begun.isdisjoint(made.plays):
-                begun.update(made.plays)
-                busy.add(number)
-                yield number, one, made
+        for found, last, soon in self._next(most):
+            plays = [each for each in found if self._search.plays_next(each[1])]
+            rest = [each for each in found if not self._search.plays_next(each[1])]
+            turns = [(plays, soon), (rest[::-1], soon), (plays, most)] if helper else [(rest, LEAST), (plays, soon)]
+            for number, one, until in ((*each, until) for turn, until in turns for each in turn):
+                if number in busy:
+                    continue
+                made = self._search.offered(one, last, until)
+                if made is not None and begun.isdisjoint(made.plays):
+                    begun.update(made.plays)
+                    busy.add(number)
+                    yield number, one, made
+            if helper and len(helper.tasks) >= FEW:
+                return
 
-    def _next(self, most: Key) -> tuple[list[tuple[Number, Any]], Key, Key]:
-        """Return the next candidates that are not known, and the keys of the last of them and of the ``NEXT`` ones."""
+    def _next(self, most: Key) -> Iterator[tuple[list[tuple[Number, Any]], Key, Key]]:
+        """Yield the next candidates that are not known, and the keys of the last of them and of the ``NEXT`` ones.
+
+        Then yield more and more of them, for a process that else would have too little to do.
+        """
         processes = self._team.others + 1
-        found, last, soon = list[tuple[Number, Any]](), most, most
-        for seen, (key, number, one) in enumerate(_in_order(self._search.waiting)):
-            if seen == NEXT * processes:
-                soon = min(most, key)
-            if key > most or seen == (NEXT if most[0] else MOST_NEXT) * processes:
-                last = min(most, key)
-                break
-            known = self._known.get(number)
-            if known is None:
-                found.append((number, one))
-            elif known.outcome is None and not known.lost:
-                found.append((number, self._tightest(known, one)))
-        return [(number, one) for number, one in found if one.least_key <= last], last, soon
+        heaps = (self._search.first, self._search.waiting)
+        order = chain.from_iterable(takewhile(lambda entry: entry[0] <= most, _in_order(heap)) for heap in heaps)
+        seen, soon, last, found = 0, most, LEAST, list[tuple[Number, Any]]()
+        enough = (NEXT if most[0] else MOST_NEXT) * processes
+        while enough <= FARTHEST * processes:
+            for key, number, one in islice(order, enough - seen):
+                seen += 1
+                if seen == NEXT * processes:
+                    soon = key
+                last = max(last, key)
+                known = self._known.get(number)
+                if known is None:
+                    found.append((number, one))
+                elif known.outcome is None and not (known.lost or known.passes(most)):
+                    found.append((number, self._tightest(known, one)))
+            if seen < enough:
+                last = most
+            yield [(number, one) for number, one in found if one.least_key <= last], last, soon
+            if seen < enough:
+                return
+            enough *= 2
 
     def _tightest(self, known: _Known, one: Any) -> Any:
         while (name := self._search.next_name(one)) in known.bounds:
@@ -267,11 +299,21 @@ class Ahead:
         return one
 
     def bounded(self, number: Number, one: Bounded) -> Any:
-        """Return a candidate with its next bounds; None where no process has computed them or is about to."""
-        name = self._search.next_name(one)
-        self._await(number, lambda known: name in known.bounds, working=self._search.takes_long(one))
+        """Return a candidate with its next bounds; None where no process has computed them or is about to.
+
+        Where bounds are known that pass the limit, it is these, even if they were computed against a longer time: the
+        search alone would prune the candidate as well, after the same bounds or earlier ones.
+        """
+        name, most = self._search.next_name(one), self._search.limit_key()
+
+        def enough(known: _Known) -> bool:
+            return name in known.bounds or known.passes(most)
+
+        self._await(number, enough, working=self._search.takes_long(one))
         known = self._known.get(number)
-        return known.bounds.get(name) if known else None
+        if known is None:
+            return None
+        return known.highest if known.passes(most) else known.bounds.get(name)
 
     def outcome(self, number: Number) -> Any:
         """Return a candidate's outcome; None where no process has evaluated it or is about to."""
@@ -358,6 +400,8 @@ class Ahead:
             self._search.hear(part)
         else:
             known.bounds[name] = part
+            if known.highest is None or known.highest.least_key < part.least_key:
+                known.highest = part
 
 
 def _in_order(heap: Sequence[Entry]) -> Iterator[Entry]:

@@ -12,7 +12,7 @@ from memo_sim.planning.ahead import OUTCOME, PLAYED
 from memo_sim.planning.aims import Aims
 from memo_sim.planning.bounded_candidates import Bounded, BoundedLayout, CandidateBounds
 from memo_sim.planning.evaluation import Evaluation
-from memo_sim.planning.few_layers import Passes
+from memo_sim.planning.few_layers import Lowered, Passes
 from memo_sim.planning.outcome import Evaluated, Key
 from memo_sim.planning.plays import Plays, play_beside
 from memo_sim.planning.presets import Policy
@@ -120,6 +120,13 @@ def begin(
 def _same_devices(question: Question, other: Question) -> bool:
     """Return whether passes that were lowered for one question serve the other."""
     return question.hardware == other.hardware and question.cluster == other.cluster
+
+
+def learn(here: dict[str, Any], lowered: Lowered) -> Iterator[object]:
+    """Know in another process what the search has lowered."""
+    examination: Examination = here["examination"]
+    examination.passes.learn(lowered)
+    return iter(())
 
 
 def bound_layouts(here: dict[str, Any], found: Sequence[Layout]) -> Iterator[list[BoundedLayout]]:

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -73,8 +74,8 @@ WITHOUT_EXPERTS = {
 }
 """What a plan decides about experts when its layers have none."""
 
-MOST_LOWERED = 100_000
-"""Largest size of the lowered layers that are kept, in instructions of their steps and templates; about 40 MB.
+MOST_LOWERED = 200_000
+"""Largest size of the lowered layers that are kept, in instructions of their steps and templates; about 80 MB.
 
 What follows from them is small, and all of it is kept.
 """
@@ -108,6 +109,7 @@ OF_HALVES = ("rebuild_s", "idle_s", "around_s")
 """The fields of ``Half`` that are no lane's."""
 
 Floats = NDArray[np.float64]
+Known = TypeVar("Known")
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +232,16 @@ class _Peak:
         return max(self.once, *(most + times * added for added, most in self.kept.items()))
 
 
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """What is known of lowered layers, without their programs: for another process."""
+
+    kernels: dict[_Question, _Line]
+    lanes: dict[_Question, tuple[_Line, _Line]]
+    halves: dict[_Question, _Line | None]
+    peaks: dict[_Question, tuple[_Peak, _Peak]]
+
+
 class Passes:
     """Passes of plans on one cluster; plans that differ only in what a pass does not contain share a lowering.
 
@@ -247,6 +259,28 @@ class Passes:
         """Of forward and backward: of each lane, and of the ``OF_HALVES``; None where they are not told apart."""
         self._peaks: dict[_Question, tuple[_Peak, _Peak]] = {}
         """Of the device, and of the host."""
+
+    @property
+    def counts(self) -> tuple[int, int, int, int]:
+        """How much is known of each kind."""
+        return len(self._kernels), len(self._lanes), len(self._halves), len(self._peaks)
+
+    def lowered_since(self, counts: tuple[int, int, int, int]) -> Lowered:
+        """Return what has become known since these were the ``counts``."""
+        kernels, lanes, halves, peaks = counts
+        return Lowered(
+            _after(self._kernels, kernels),
+            _after(self._lanes, lanes),
+            _after(self._halves, halves),
+            _after(self._peaks, peaks),
+        )
+
+    def learn(self, lowered: Lowered) -> None:
+        """Know what another process has lowered."""
+        self._kernels |= lowered.kernels
+        self._lanes |= lowered.lanes
+        self._halves |= lowered.halves
+        self._peaks |= lowered.peaks
 
     def of(self, decisions: Decisions, layers: Sequence[LayerShape]) -> Pass:
         """Return the pass of one micro-batch through ``layers``.
@@ -606,6 +640,11 @@ class _FewLayers:
         before, after = repeated[repeated < turn], repeated[repeated > turn]
         found: Flags = (at > before.max(initial=-1)) & (at < after.min(initial=len(at))) & self._inside
         return found
+
+
+def _after(known: dict[_Question, Known], count: int) -> dict[_Question, Known]:
+    """Return what was added to a dictionary after its first ``count`` entries."""
+    return dict(islice(known.items(), count, None))
 
 
 def _of_compute(seconds: Floats) -> Pass:

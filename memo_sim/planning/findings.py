@@ -12,10 +12,11 @@ from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.planning.ahead import LONG_QUEUE, Ahead, Number, Offer
 from memo_sim.planning.aims import Aims
 from memo_sim.planning.bounded_candidates import Bounded, BoundedLayout
-from memo_sim.planning.examination import Examination, Found, Needed, begin, bound_layouts, examine
+from memo_sim.planning.examination import Examination, Found, Needed, begin, bound_layouts, examine, learn
+from memo_sim.planning.few_layers import Lowered
 from memo_sim.planning.outcome import Evaluated, Key
 from memo_sim.planning.plays import is_compiled
-from memo_sim.planning.processes import Team
+from memo_sim.planning.processes import Helper, Task, Team
 from memo_sim.planning.ranking import Ranking
 from memo_sim.planning.rivals import Opened, Rivals
 from memo_sim.planning.space import Candidate, Space
@@ -41,6 +42,12 @@ class Findings:
         self._opened = opened
         self._aims = aims
         self._ahead: Ahead | None = None
+        self._told: dict[Helper, tuple[int, int, int, int]] = {}
+        """How much of what was lowered here each process knows."""
+        self._lowered_before = examination.passes.counts
+        """How much was lowered by earlier searches."""
+        self.first: list[Waiting] = []
+        """What is looked at before all that waits, as a heap."""
         self.waiting: list[Waiting] = []
         """What is still to be looked at, as a heap."""
         self.at: Collection[Decisions] = ()
@@ -151,6 +158,12 @@ class Findings:
             yield from self._examination.parts(one, needed)
         finally:
             self.at = at
+
+    def news(self, helper: Helper) -> tuple[Task, Lowered] | None:
+        """Return a task that tells another process what was lowered here since it was told; None where nothing was."""
+        passes = self._examination.passes
+        told, self._told[helper] = self._told.get(helper, self._lowered_before), passes.counts
+        return None if told == passes.counts else (learn, passes.lowered_since(told))
 
     def hear(self, found: Found) -> None:
         """Keep the predictions that another process has made."""

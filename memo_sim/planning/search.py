@@ -40,7 +40,7 @@ from memo_sim.engine.fast_loop import run_fast
 from memo_sim.planning.ahead import Number
 from memo_sim.planning.aims import Aims
 from memo_sim.planning.allocator_limits import least_limited_s, may_gain, with_best_limit
-from memo_sim.planning.bounded_candidates import FARTHER, LEAST, Bounded, BoundedLayout
+from memo_sim.planning.bounded_candidates import LEAST, Bounded, BoundedLayout
 from memo_sim.planning.examination import Examination
 from memo_sim.planning.few_layers import Passes
 from memo_sim.planning.findings import Findings, Waiting
@@ -206,6 +206,11 @@ def _is_small(candidate: Candidate) -> bool:
     return not (candidate.policy.attention_chunks and candidate.base.layout.ring > 1)
 
 
+NEAR = 1.1
+"""Plans without pipeline stages are looked at first whose bounds are at most so many times the least one of a pipeline.
+
+The first bounds of a pipeline are often a tenth below its step."""
+
 PROMISING = 0.992
 """The bound of one stage is about so many times the step of most pipelines, or more."""
 
@@ -331,9 +336,9 @@ class _Search:
         Such plans are soon played, and most bounds of pipelines end early where a time is known that they have to beat.
         """
         self._tried_without_stages = True
-        waiting = self._findings.waiting
-        most = (False, False, FARTHER * waiting[0][0][2])
-        first = [entry for entry in waiting if _layout_of(entry[2]).pp == 1]
+        first, waiting = self._findings.first, self._findings.waiting
+        most = (False, False, NEAR * waiting[0][0][2])
+        first[:] = [entry for entry in waiting if _layout_of(entry[2]).pp == 1]
         waiting[:] = [entry for entry in waiting if _layout_of(entry[2]).pp > 1]
         heapify(waiting)
         heapify(first)
@@ -341,6 +346,7 @@ class _Search:
             self._look_at_next(space, first, progress)
         for entry in first:
             heappush(waiting, entry)
+        first.clear()
 
     def _is_sibling(self, one: Bounded, best: Evaluated) -> bool:
         """Return whether a pruned candidate is evaluated nevertheless, as it is on the best plan's layout."""

@@ -214,9 +214,20 @@ class Waiting:
 
     at = ()
 
-    def __init__(self, *named: str) -> None:
-        every = [Waits(float(place), name) for place, name in enumerate(named, 1)]
-        self.waiting = [(one.least_key, (place, 0), one) for place, one in enumerate(every)]
+    def __init__(self, *named: str, first: tuple[str, ...] = ()) -> None:
+        every = [Waits(float(place), name) for place, name in enumerate((*first, *named), 1)]
+        entries = [(one.least_key, (place, 0), one) for place, one in enumerate(every)]
+        self.first, self.waiting = entries[: len(first)], entries[len(first) :]
+        self.untold: list[tuple[Task, object]] = []
+
+    def news(self, _: object) -> tuple[Task, object] | None:
+        return self.untold.pop() if self.untold else None
+
+    def next_name(self, one: Waits) -> str:
+        return "against ten seconds"
+
+    def takes_long(self, one: Waits) -> bool:
+        return False
 
     def limit_key(self) -> Key:
         return (False, False, 10.0)
@@ -249,3 +260,49 @@ def test_a_process_begins_with_plays_and_goes_on_with_what_the_search_needs_last
     assert team.slow[0].asked == first
     others.give(9)
     assert team.slow[0].asked == [*first, ("first",), ("play late",)]
+
+
+def given(monkeypatch: pytest.MonkeyPatch, search: Waiting, queue: int, **numbers: int) -> list[object]:
+    """Return what one process is given, with some numbers of ``ahead``."""
+    for name, number in numbers.items():
+        monkeypatch.setattr(ahead, name, number)
+    team = SlowTeam(1, seed=0)
+    Ahead(team, cast("Searching", search), begin=(begin, ()), kept={}, task=examined).give(queue)
+    return [arguments[0] for arguments in team.slow[0].asked[1:]]
+
+
+def test_a_process_with_few_tasks_is_given_more_than_the_next_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    candidates = [f"candidate {number}" for number in range(1, 10)]
+    two, four = candidates[1::-1], candidates[3:1:-1]
+    next_ones = {"NEXT": 1, "MOST_NEXT": 1, "FARTHEST": 2}
+    assert given(monkeypatch, Waiting(*candidates), 20, FEW=1, **next_ones) == two
+    assert given(monkeypatch, Waiting(*candidates), 20, FEW=9, **next_ones) == [*two, *four]
+
+
+def test_what_is_looked_at_first_is_given_before_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = Waiting("third", "fourth", first=("first", "second"))
+    assert given(monkeypatch, search, 9, FEW=1, NEXT=1, MOST_NEXT=1) == ["second", "first"]
+    assert given(monkeypatch, search, 9, FEW=9, NEXT=1, MOST_NEXT=1) == ["second", "first", "fourth", "third"]
+
+
+def test_a_process_is_told_what_is_new_before_it_is_given_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = Waiting("first", "second")
+    search.untold = [(examined, "news")]
+    assert given(monkeypatch, search, 9) == ["news", "second", "first"]
+
+
+def bounds(here: dict[str, Any], name: str) -> Iterator[tuple[str, Waits]]:
+    yield "against twelve seconds", Waits(11.0 if name == "slow" else 9.0, name)
+
+
+@pytest.mark.parametrize(("name", "found"), [("slow", (False, False, 11.0)), ("fast", None)])
+def test_bounds_that_pass_the_limit_count_against_whatever_time_they_were_computed(
+    name: str, found: Key | None
+) -> None:
+    search, team = Waiting(name), SlowTeam(1, seed=0)
+    others = Ahead(team, cast("Searching", search), begin=(begin, ()), kept={}, task=bounds)
+    others.give()
+    team.slow[0].step(dies=False)  # the task that begins
+    ((_, number, one),) = search.waiting
+    known = others.bounded(number, one)
+    assert (known and known.least_key) == found

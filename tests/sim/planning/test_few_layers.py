@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -18,7 +19,7 @@ from memo_sim.engine.layers import step_s_of_few_layers
 from memo_sim.engine.simulate import simulate
 from memo_sim.planning import few_layers
 from memo_sim.planning.experts_apart import experts_apart
-from memo_sim.planning.few_layers import Pass, Passes
+from memo_sim.planning.few_layers import Lowered, Pass, Passes
 from memo_sim.planning.question import with_memory
 from memo_sim.planning.short_rings import parts_repeat, steps_repeat
 from memo_sim.planning.space import with_alpha
@@ -296,3 +297,25 @@ def test_few_layers_have_the_pace_of_all_devices() -> None:
         assert passes.computed(decisions, layers).compute_s == found[-1]
         assert found[-1] < (simulate(decisions, hardware, cluster).prediction.step_s or 0.0)
     assert 1.03 * found[0] < found[1] < pace(hardware, 32) * found[0]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_another_process_has_lowered_is_not_lowered_again(
+    policy: tuple[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decisions = decided(Layout(tp=8), policy, layers=16, seq_tokens=1 << 13)
+    layers = [decisions.model.layer(number) for number in range(decisions.model.layers)]
+
+    def told(passes: Passes) -> list[object]:
+        ask = (passes.of, passes.halves, passes.computed, passes.held)
+        return [each(decisions, layers) for each in ask]
+
+    here, there = Passes(HARDWARE, CLUSTER), Passes(HARDWARE, CLUSTER)
+    nothing = here.counts
+    lowered = told(here)
+    assert here.counts != nothing
+    there.learn(pickle.loads(pickle.dumps(here.lowered_since(nothing))))
+    assert there.counts == here.counts
+    assert not any(getattr(there.lowered_since(here.counts), each.name) for each in fields(Lowered))
+    monkeypatch.setattr(few_layers, "_FewLayers", None)
+    assert told(there) == lowered
