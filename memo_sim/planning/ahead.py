@@ -35,14 +35,14 @@ QUEUE = 10
 """Tasks that a process has at once. Some take 3 ms, others 100 ms. What has not begun can be taken back."""
 LONG_QUEUE = 40
 """The same when the search is about to play a plan, and gives nothing for some 100 ms."""
-FEW = 3
-"""A process that has fewer tasks is given candidates beyond the next ones, too."""
 NEXT = 16
 """Candidates for each process that count as the next ones, while it is not known which of them matter."""
 MOST_NEXT = 64
 """The same once a limit is known: all that is below it has to be looked at."""
-FARTHEST = 256
-"""The same for a process that has less than ``FEW`` tasks."""
+FEW = 3
+"""A process that has fewer tasks is given candidates beyond the next ones, too."""
+FARTHEST = 512
+"""Candidates that are looked through for such a process."""
 
 PARTS = 2
 """Parts of divided work that a process has at once."""
@@ -123,8 +123,8 @@ class _Known:
     """Whether a process did not finish it; it is not given to another one."""
 
     def passes(self, most: Key) -> bool:
-        """Return whether bounds are known that pass ``most``."""
-        return self.highest is not None and self.highest.least_key > most
+        """Return whether bounds are known that pass ``most``, the key of a plan that fits."""
+        return not most[0] and self.highest is not None and self.highest.least_key > most
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,20 +163,20 @@ class Ahead:
         self._begun: dict[int, _Begun] = {}
 
     def give(self, queue: int = QUEUE) -> None:
-        """Give the next candidates to processes that have at most half of ``queue`` tasks, until they have so many."""
+        """Give the next candidates to all processes, up to ``queue`` tasks, where one has at most half as many."""
         self._receive(block=False)
-        helpers = self._helpers()
-        if not any(len(helper.tasks) <= queue // 2 for helper in helpers):
-            return
         most = self._search.limit_key()
         for name, begun in list(self._begun.items()):
             if begun.key > most and self._waits(name, begun):
                 self._take_back(name)
+        helpers = self._helpers()
+        if not any(len(helper.tasks) <= queue // 2 for helper in helpers):
+            return
         for helper in sorted(helpers, key=lambda each: len(each.tasks)):
             for number, one, made in self._offers(most, helper):
                 if len(helper.tasks) >= queue:
                     break
-                if news := self._search.news(helper):
+                if helper.ready and (news := self._search.news(helper)):
                     self._given(helper, *news)
                 given = self._given(helper, self._task, *made.arguments)
                 if given is not None:
@@ -246,7 +246,7 @@ class Ahead:
         Another process (``helper``) begins with plans that are played: while this one plays, it gives nothing. Then
         come the last of the next ones, because the search is soon at the others itself, and would wait for the process
         that is at the same candidate. This process (None) begins with the first, and plays last: other tasks end where
-        plans would be played.
+        plans would be played. Candidates beyond the next ones follow, but not for a process that has ``FEW`` tasks.
         """
         begun = {plan for begun in self._begun.values() for plan in begun.plays}.union(self._search.at)
         busy = {begun.number for begun in self._begun.values()}
@@ -268,14 +268,15 @@ class Ahead:
     def _next(self, most: Key) -> Iterator[tuple[list[tuple[Number, Any]], Key, Key]]:
         """Yield the next candidates that are not known, and the keys of the last of them and of the ``NEXT`` ones.
 
-        Then yield more and more of them, for a process that else would have too little to do.
+        Then yield twice as many, and so on up to ``FARTHEST``, for a process that has too little to do.
         """
         processes = self._team.others + 1
         heaps = (self._search.first, self._search.waiting)
         order = chain.from_iterable(takewhile(lambda entry: entry[0] <= most, _in_order(heap)) for heap in heaps)
         seen, soon, last, found = 0, most, LEAST, list[tuple[Number, Any]]()
         enough = (NEXT if most[0] else MOST_NEXT) * processes
-        while enough <= FARTHEST * processes:
+        farthest = max(enough, FARTHEST)
+        while enough <= farthest:
             for key, number, one in islice(order, enough - seen):
                 seen += 1
                 if seen == NEXT * processes:

@@ -81,6 +81,8 @@ class Helper:
         With ``kept`` it is forked, and its tasks find that dictionary, as it is now.
         """
         self.kept = kept
+        self.ready = kept is not None
+        """Whether it reads what is sent to it: a process that starts anew imports first."""
         self.connection, theirs = multiprocessing.Pipe()
         self.process: BaseProcess
         if kept is None:
@@ -119,6 +121,7 @@ class Helper:
             name, kind, part = self.connection.recv()
         except (EOFError, OSError):
             return None
+        self.ready = True
         if kind is not Kind.PART and name in self.tasks:
             self.tasks.remove(name)
         return Message(name, kind, part)

@@ -271,7 +271,8 @@ class _Search:
         self._limit_the_allocator()
         self._widen_the_window()
         best = min(ranked, key=lambda e: e.rank_key)
-        beside = [(number, one.candidate) for number, one in pruned if self._is_sibling(one, best)]
+        chosen = [(number, one.candidate) for number, one in pruned if self._is_sibling(one, best)]
+        beside = sorted(chosen, key=lambda each: each[0])
         counts.stood_for += self._add_all(beside)
         self._findings.end()
         ranked = sorted(ranked, key=lambda e: e.rank_key)
@@ -349,12 +350,17 @@ class _Search:
         first.clear()
 
     def _is_sibling(self, one: Bounded, best: Evaluated) -> bool:
-        """Return whether a pruned candidate is evaluated nevertheless, as it is on the best plan's layout."""
+        """Return whether a pruned candidate is evaluated nevertheless, as it is on the best plan's layout.
+
+        Its bounds are computed anew: those that pruned it may have been made against other times by other processes.
+        """
         if not self._aims.siblings:
             return False
         candidate, most_s = one.candidate, self._aims.siblings * (best.prediction.step_s or inf)
         if candidate.base.layout != best.decisions.layout or not _is_small(candidate):
             return False
+        if most_s < inf:
+            one = self._examination.bounds.rough(candidate, self._opened)
         while one.next_bound and one.least_key < (False, False, most_s) < (False, False, inf):
             one = self._examination.bounds.tightened(one, most_s)
         return one.least_key <= (False, False, most_s) or most_s == inf

@@ -6,6 +6,7 @@ import pickle
 import random
 from collections import Counter, deque
 from collections.abc import Iterator
+from dataclasses import replace
 from math import inf
 from typing import Any, cast
 from unittest import mock
@@ -21,8 +22,9 @@ from memo_sim.engine.simulate import simulate
 from memo_sim.planning import ahead, findings
 from memo_sim.planning import plays as played
 from memo_sim.planning import search as searched
-from memo_sim.planning.ahead import Ahead, Offer, Searching
-from memo_sim.planning.bounded_candidates import Bounded
+from memo_sim.planning.ahead import Ahead, Number, Offer, Searching
+from memo_sim.planning.bounded_candidates import Bounded, BoundedLayout
+from memo_sim.planning.findings import Findings
 from memo_sim.planning.lower_bounds import LowerBound
 from memo_sim.planning.outcome import Key
 from memo_sim.planning.processes import Kind, Message, Task, Team, working_with
@@ -34,6 +36,7 @@ class Slow:
     """A process that works in this one, a few steps each time that messages are asked for."""
 
     kept = None
+    ready = True
 
     def __init__(self) -> None:
         self.tasks: deque[int] = deque()
@@ -111,6 +114,7 @@ def own_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 ALONE: dict[str, Any] = {"tp": 2, "zero": 1, "memory_policy": "planned"}
 QUESTIONS: dict[str, tuple[Question, dict[str, Any]]] = {
     "pruned": (asked(8), {"keep": 1, "siblings": inf}),
+    "siblings": (asked(8), {"keep": 1, "siblings": 1.1}),
     "front": (asked(2, pins=Pins(**ALONE)), {"keep": 3, "front": True}),
     "all": (asked(2, pins=Pins(**ALONE)), {"prune": False}),
     "enough": (asked(2), {"enough_s": float("inf")}),
@@ -119,7 +123,7 @@ QUESTIONS: dict[str, tuple[Question, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["pruned", "all", "stages"])
+@pytest.mark.parametrize("name", ["pruned", "siblings", "all", "stages"])
 def test_the_result_does_not_depend_on_the_processes(name: str) -> None:
     question, settings = QUESTIONS[name]
     alone, team = told(search(question, **settings)), SlowTeam(2, seed=2, most_steps=4, lost=0.1)
@@ -136,6 +140,27 @@ def test_the_result_depends_neither_on_their_number_nor_on_when_they_are_done(na
     for seed, others, most_steps, lost in ((3, 1, 1, 0.0), (4, 1, 9, 0.5), (5, 4, 2, 0.0), (6, 4, 30, 0.1)):
         with working_with(SlowTeam(others, seed=seed, most_steps=most_steps, lost=lost)):
             assert told(search(question, **settings)) == alone
+
+
+@pytest.mark.parametrize("siblings", [0.0, 1.1, 2.0])
+def test_a_search_does_not_depend_on_how_far_bounds_pass_its_limit(
+    siblings: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process may have computed them against a longer time."""
+    question, settings = QUESTIONS["stages"][0], {"keep": 1, "siblings": siblings}
+    wanted, tightened, passed = told(search(question, **settings)), Findings.tightened, Counter[bool]()
+
+    def farther(self: Findings, number: Number, one: Bounded | BoundedLayout) -> Bounded | BoundedLayout:
+        found, most = tightened(self, number, one), self.limit_key()
+        passes = isinstance(found, Bounded) and found.least_key > most and not most[0]
+        passed[passes] += 1
+        if not (passes and isinstance(found, Bounded) and found.bound):
+            return found
+        return replace(found, bound=replace(found.bound, step_s=2 * found.bound.step_s))
+
+    monkeypatch.setattr(Findings, "tightened", farther)
+    assert told(search(question, **settings)) == wanted
+    assert passed[True]
 
 
 def test_no_plan_is_played_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,9 +299,20 @@ def given(monkeypatch: pytest.MonkeyPatch, search: Waiting, queue: int, **number
 def test_a_process_with_few_tasks_is_given_more_than_the_next_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     candidates = [f"candidate {number}" for number in range(1, 10)]
     two, four = candidates[1::-1], candidates[3:1:-1]
-    next_ones = {"NEXT": 1, "MOST_NEXT": 1, "FARTHEST": 2}
+    next_ones = {"NEXT": 1, "MOST_NEXT": 1, "FARTHEST": 4}
     assert given(monkeypatch, Waiting(*candidates), 20, FEW=1, **next_ones) == two
     assert given(monkeypatch, Waiting(*candidates), 20, FEW=9, **next_ones) == [*two, *four]
+
+
+def test_a_process_that_still_imports_is_told_nothing() -> None:
+    """It would read what is sent only later, and the search would wait until it does."""
+    search, team = Waiting("first", "second"), SlowTeam(1, seed=0)
+    search.untold = [(examined, "news")]
+    team.slow[0].ready = False
+    others = Ahead(team, cast("Searching", search), begin=(begin, ()), kept={}, task=examined)
+    others.give()
+    assert ("news",) not in team.slow[0].asked
+    assert search.untold
 
 
 def test_what_is_looked_at_first_is_given_before_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
