@@ -11,8 +11,8 @@ The search decides as it does alone: it needs the same bounds and outcomes in th
 that are not known. So its answer is the same to the last byte for every number of processes. Outcomes of candidates
 that turn out to be pruned are left out of it.
 
-Candidates whose bounds lose to the best plans so far are not given to processes, and are taken back from them. With its
-tasks, a process is told what the search has lowered, so that it does not lower the same layers again.
+Candidates whose bounds lose to the best plans so far are not given to processes, and are taken back from them. Before a
+process gets tasks, it gets the results of the search's own work, so that it does not repeat that work.
 
 Where a search begins with work on many layouts, other processes do parts of that, too: ``divided``.
 """
@@ -42,7 +42,7 @@ MOST_NEXT = 64
 FEW = 3
 """A process that has fewer tasks is given candidates beyond the next ones, too."""
 FARTHEST = 512
-"""Candidates that are looked through for such a process."""
+"""Largest number of candidates that are considered for such a process."""
 
 PARTS = 2
 """Parts of divided work that a process has at once."""
@@ -96,8 +96,8 @@ class Searching(Protocol):
     def beside_itself(self, *arguments: Any) -> Iterator[tuple[Hashable, Any]]:
         """Do a task in this process, without a change to the search."""
 
-    def news(self, helper: Helper) -> tuple[Task, object] | None:
-        """Return a task that tells a process what was found out here since it was told, with its argument."""
+    def unsent(self, helper: Helper) -> tuple[Task, object] | None:
+        """Return a task that gives a process the search's own new results, and them; None where there are none."""
 
     def hear(self, found: Any) -> None:
         """Use an outcome that has arrived, or plans that were played."""
@@ -117,7 +117,7 @@ class _Known:
 
     bounds: dict[Hashable, Any] = field(default_factory=dict)
     highest: Any = None
-    """It with the bounds of the largest key."""
+    """The candidate with those bounds that have the largest key."""
     outcome: Any = None
     lost: bool = False
     """Whether a process did not finish it; it is not given to another one."""
@@ -176,8 +176,8 @@ class Ahead:
             for number, one, made in self._offers(most, helper):
                 if len(helper.tasks) >= queue:
                     break
-                if helper.ready and (news := self._search.news(helper)):
-                    self._given(helper, *news)
+                if helper.ready and (unsent := self._search.unsent(helper)):
+                    self._given(helper, *unsent)
                 given = self._given(helper, self._task, *made.arguments)
                 if given is not None:
                     self._begun[given] = _Begun(number, one.least_key, helper, made.plays)

@@ -123,7 +123,7 @@ def _same_devices(question: Question, other: Question) -> bool:
 
 
 def learn(here: dict[str, Any], lowered: Lowered) -> Iterator[object]:
-    """Know in another process what the search has lowered."""
+    """Keep in another process the results of the search's lowerings."""
     examination: Examination = here["examination"]
     examination.passes.learn(lowered)
     return iter(())

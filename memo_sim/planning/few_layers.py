@@ -110,6 +110,8 @@ OF_HALVES = ("rebuild_s", "idle_s", "around_s")
 
 Floats = NDArray[np.float64]
 Known = TypeVar("Known")
+Counts = tuple[int, int, int, int]
+"""Numbers of results: of kernels, lanes, halves and peaks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +236,7 @@ class _Peak:
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """What is known of lowered layers, without their programs: for another process."""
+    """Results of lowerings, without the programs: for another process."""
 
     kernels: dict[_Question, _Line]
     lanes: dict[_Question, tuple[_Line, _Line]]
@@ -261,12 +263,12 @@ class Passes:
         """Of the device, and of the host."""
 
     @property
-    def counts(self) -> tuple[int, int, int, int]:
-        """How much is known of each kind."""
+    def counts(self) -> Counts:
+        """The number of known results of each field of ``Lowered``."""
         return len(self._kernels), len(self._lanes), len(self._halves), len(self._peaks)
 
-    def lowered_since(self, counts: tuple[int, int, int, int]) -> Lowered:
-        """Return what has become known since these were the ``counts``."""
+    def lowered_since(self, counts: Counts) -> Lowered:
+        """Return the results that were added since these were the ``counts``."""
         kernels, lanes, halves, peaks = counts
         return Lowered(
             _after(self._kernels, kernels),
@@ -276,7 +278,7 @@ class Passes:
         )
 
     def learn(self, lowered: Lowered) -> None:
-        """Know what another process has lowered."""
+        """Keep results of another process's lowerings."""
         self._kernels |= lowered.kernels
         self._lanes |= lowered.lanes
         self._halves |= lowered.halves
@@ -643,7 +645,7 @@ class _FewLayers:
 
 
 def _after(known: dict[_Question, Known], count: int) -> dict[_Question, Known]:
-    """Return what was added to a dictionary after its first ``count`` entries."""
+    """Return the entries of a dictionary after its first ``count``."""
     return dict(islice(known.items(), count, None))
 
 

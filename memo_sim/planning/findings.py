@@ -13,7 +13,7 @@ from memo_sim.planning.ahead import LONG_QUEUE, Ahead, Number, Offer
 from memo_sim.planning.aims import Aims
 from memo_sim.planning.bounded_candidates import Bounded, BoundedLayout
 from memo_sim.planning.examination import Examination, Found, Needed, begin, bound_layouts, examine, learn
-from memo_sim.planning.few_layers import Lowered
+from memo_sim.planning.few_layers import Counts, Lowered
 from memo_sim.planning.outcome import Evaluated, Key
 from memo_sim.planning.plays import is_compiled
 from memo_sim.planning.processes import Helper, Task, Team
@@ -42,10 +42,10 @@ class Findings:
         self._opened = opened
         self._aims = aims
         self._ahead: Ahead | None = None
-        self._told: dict[Helper, tuple[int, int, int, int]] = {}
-        """How much of what was lowered here each process knows."""
-        self._lowered_before = examination.passes.counts
-        """How much was lowered by earlier searches."""
+        self._sent: dict[Helper, Counts] = {}
+        """How many of the passes' results each process has got."""
+        self._earlier = examination.passes.counts
+        """How many of them are from earlier searches."""
         self.first: list[Waiting] = []
         """What is looked at before all that waits, as a heap."""
         self.waiting: list[Waiting] = []
@@ -159,11 +159,11 @@ class Findings:
         finally:
             self.at = at
 
-    def news(self, helper: Helper) -> tuple[Task, Lowered] | None:
-        """Return a task that tells another process what was lowered here since it was told; None where nothing was."""
+    def unsent(self, helper: Helper) -> tuple[Task, Lowered] | None:
+        """Return a task that gives another process new results of lowerings, and them; None where there are none."""
         passes = self._examination.passes
-        told, self._told[helper] = self._told.get(helper, self._lowered_before), passes.counts
-        return None if told == passes.counts else (learn, passes.lowered_since(told))
+        sent, self._sent[helper] = self._sent.get(helper, self._earlier), passes.counts
+        return None if sent == passes.counts else (learn, passes.lowered_since(sent))
 
     def hear(self, found: Found) -> None:
         """Keep the predictions that another process has made."""

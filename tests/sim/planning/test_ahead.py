@@ -243,10 +243,10 @@ class Waiting:
         every = [Waits(float(place), name) for place, name in enumerate((*first, *named), 1)]
         entries = [(one.least_key, (place, 0), one) for place, one in enumerate(every)]
         self.first, self.waiting = entries[: len(first)], entries[len(first) :]
-        self.untold: list[tuple[Task, object]] = []
+        self.results: list[tuple[Task, object]] = []
 
-    def news(self, _: object) -> tuple[Task, object] | None:
-        return self.untold.pop() if self.untold else None
+    def unsent(self, _: object) -> tuple[Task, object] | None:
+        return self.results.pop() if self.results else None
 
     def next_name(self, one: Waits) -> str:
         return "against ten seconds"
@@ -304,15 +304,15 @@ def test_a_process_with_few_tasks_is_given_more_than_the_next_candidates(monkeyp
     assert given(monkeypatch, Waiting(*candidates), 20, FEW=9, **next_ones) == [*two, *four]
 
 
-def test_a_process_that_still_imports_is_told_nothing() -> None:
+def test_a_process_that_still_imports_gets_no_results() -> None:
     """It would read what is sent only later, and the search would wait until it does."""
     search, team = Waiting("first", "second"), SlowTeam(1, seed=0)
-    search.untold = [(examined, "news")]
+    search.results = [(examined, "results")]
     team.slow[0].ready = False
     others = Ahead(team, cast("Searching", search), begin=(begin, ()), kept={}, task=examined)
     others.give()
-    assert ("news",) not in team.slow[0].asked
-    assert search.untold
+    assert ("results",) not in team.slow[0].asked
+    assert search.results
 
 
 def test_what_is_looked_at_first_is_given_before_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,14 +321,20 @@ def test_what_is_looked_at_first_is_given_before_the_rest(monkeypatch: pytest.Mo
     assert given(monkeypatch, search, 9, FEW=9, NEXT=1, MOST_NEXT=1) == ["second", "first", "fourth", "third"]
 
 
-def test_a_process_is_told_what_is_new_before_it_is_given_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_gets_new_results_before_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
     search = Waiting("first", "second")
-    search.untold = [(examined, "news")]
-    assert given(monkeypatch, search, 9) == ["news", "second", "first"]
+    search.results = [(examined, "results")]
+    assert given(monkeypatch, search, 9) == ["results", "second", "first"]
 
 
 def bounds(here: dict[str, Any], name: str) -> Iterator[tuple[str, Waits]]:
     yield "against twelve seconds", Waits(11.0 if name == "slow" else 9.0, name)
+
+
+def lacking(here: dict[str, Any], name: str) -> Iterator[tuple[str, Waits]]:
+    short = Waits(0.0, name)
+    short.least_key = (True, False, 11.0)
+    yield "against twelve seconds", short
 
 
 @pytest.mark.parametrize(("name", "found"), [("slow", (False, False, 11.0)), ("fast", None)])
@@ -342,3 +348,15 @@ def test_bounds_that_pass_the_limit_count_against_whatever_time_they_were_comput
     ((_, number, one),) = search.waiting
     known = others.bounded(number, one)
     assert (known and known.least_key) == found
+
+
+def test_no_bounds_pass_the_limit_while_no_plan_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search then looks first at plans without stages, and a candidate must not skip the bounds before that."""
+    search, team = Waiting("slow"), SlowTeam(1, seed=0)
+    monkeypatch.setattr(search, "limit_key", lambda: (True, False, 10.0))
+    monkeypatch.setattr(search.waiting[0][2], "least_key", (True, False, 1.0))
+    others = Ahead(team, cast("Searching", search), begin=(begin, ()), kept={}, task=lacking)
+    others.give()
+    team.slow[0].step(dies=False)  # the task that begins
+    ((_, number, one),) = search.waiting
+    assert others.bounded(number, one) is None
