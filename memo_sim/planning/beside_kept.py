@@ -20,8 +20,10 @@ kernels that are certainly played once more. Exceptions:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.planning.few_layers import Pass
@@ -31,8 +33,7 @@ from memo_sim.program.layout.recomputed_layers import ALL
 from memo_sim.program.layout.rowwise_blocks import ROWWISE
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(Struct, frozen=True):
     """Makes a pass of the plan that keeps everything one that has at most the work and waits of other plans."""
 
     repeats: bool = False

@@ -18,13 +18,16 @@ played       from one stage for each alpha, and from plays of those alphas that 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from heapq import heappop, heappush
 from itertools import pairwise
 from math import inf
 from typing import Literal, get_args
+
+from msgspec import Struct
+from msgspec.structs import astuple, replace
 
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions, Layout
@@ -69,8 +72,7 @@ Counted = Literal["steps", "kernels", "waits"]
 """What a layout's least key counts beside states: the later steps of a long ring alone, all kernels, or also waits."""
 
 
-@dataclass(frozen=True, slots=True)
-class BoundedLayout:
+class BoundedLayout(Struct, frozen=True):
     """A layout whose candidates are not made."""
 
     layout: Layout
@@ -84,8 +86,7 @@ class BoundedLayout:
         return {"steps": "kernels", "kernels": "waits", "waits": ""}[self.counted]
 
 
-@dataclass(frozen=True, slots=True)
-class Bounded:
+class Bounded(Struct, frozen=True):
     """A candidate with its lower bounds; None when they cannot be computed, which the evaluation will explain."""
 
     candidate: Candidate
@@ -118,12 +119,12 @@ class Bounded:
 @lru_cache(maxsize=8)
 def _beside(tried: tuple[Policy, ...], *, chunked: bool) -> tuple[Policy, ...]:
     """Return the policies of a layout, whose attention can be ``chunked`` or not."""
-    return tuple(replace(policy, attention_chunks=policy.attention_chunks and chunked) for policy in tried)
+    return tuple(dataclasses.replace(policy, attention_chunks=policy.attention_chunks and chunked) for policy in tried)
 
 
 def _higher(one: LowerBound, other: LowerBound) -> LowerBound:
     """Return the higher of two lower bounds in each field."""
-    return LowerBound(*(max(getattr(one, f.name), getattr(other, f.name)) for f in fields(LowerBound)))
+    return LowerBound(*map(max, astuple(one), astuple(other)))
 
 
 def _least_key(bound: LowerBound, shortfall_bytes: int) -> Key:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, pairwise
 from typing import TypeVar
@@ -114,8 +114,7 @@ Counts = tuple[int, int, int, int]
 """Numbers of results: of kernels, lanes, halves and peaks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
+class Pass(msgspec.Struct, frozen=True):
     """Seconds of each lane alone."""
 
     compute_s: float
@@ -164,8 +163,7 @@ class Pass:
         return self.compute_s - self.forward_s - self.head_s
 
 
-@dataclass(frozen=True, slots=True)
-class Half:
+class Half(msgspec.Struct, frozen=True):
     """Seconds of the forward or of the backward of all layers, of which nothing else of the pass is played in between.
 
     A lane's seconds are those of instructions that need a kernel of the half and that another kernel of it needs. So
@@ -189,8 +187,7 @@ class Half:
     p2p_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Halves:
+class Halves(msgspec.Struct, frozen=True):
     """A pass of one stage that plays all layers forward and then all backward."""
 
     forward: Half
@@ -199,8 +196,7 @@ class Halves:
     """Seconds of the other kernels."""
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(msgspec.Struct, frozen=True):
     """Peak bytes of a pass, without parameters, gradients and states."""
 
     device_bytes: int
@@ -295,7 +291,7 @@ class Passes:
             self._know_lanes(question)
         of_lanes, waits = self._lanes[question]
         lanes, idle = of_lanes.at(times), waits.at(times).tolist()
-        return replace(
+        return msgspec.structs.replace(
             _of_compute(self._of_kernels(question, times)),
             **dict(zip(WAITS, idle, strict=True)),
             out_s=float(lanes[Lane.D2H]),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -91,7 +90,7 @@ class Findings:
             return self._examination.tightened(one, self._ranking.limit_s())
         # What this process has is used again; the other's is equal.
         if isinstance(found, Bounded) and isinstance(one, Bounded):
-            return replace(found, candidate=one.candidate)
+            return msgspec.structs.replace(found, candidate=one.candidate)
         return found
 
     def outcome(self, number: Number, candidate: Candidate) -> Evaluated | None:

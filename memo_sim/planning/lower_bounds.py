@@ -14,16 +14,16 @@ its first input to pass the earlier stages; after, those have the last backward 
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import cycle
 from math import inf
-from operator import attrgetter
-from typing import cast
 
-import msgspec
+from msgspec import Struct
+from msgspec.structs import astuple, replace
 
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
@@ -76,8 +76,7 @@ ROUNDING = 1e-9
 """Relative rounding error of a step time that is computed from few layers; in fact about 1e-14."""
 
 
-@dataclass(frozen=True, slots=True)
-class LowerBound:
+class LowerBound(Struct, frozen=True):
     """Lower bounds: no plan is faster (seconds), or needs less (bytes of a device, bytes of a node's host)."""
 
     step_s: float
@@ -88,8 +87,7 @@ class LowerBound:
     """Of a device, beside the buffers: what the plan's communicators take more than the profile reserves."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Around:
+class _Around(Struct, frozen=True):
     """Lower bounds of the seconds before a stage's first pass, and after its last one.
 
     ``after_s``: until the last backward of the first stage. ``end_s``: until the step ends, with ``after_s`` in it.
@@ -142,8 +140,7 @@ class _States:
         return sum(device for device, _ in held), sum(host for _, host in held)
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
+class _Parts(Struct, frozen=True):
     """Passes of one micro-batch from which bounds are made."""
 
     whole: Pass
@@ -378,7 +375,7 @@ class LowerBounds:
         Raises:
             Infeasible: see ``of``.
         """
-        whole = msgspec.structs.replace(decisions, swapped_tokens=0)
+        whole = replace(decisions, swapped_tokens=0)
         parts = self._parts(whole)
         return self._step_s(whole, parts, self._ends.of(whole))
 
@@ -891,8 +888,8 @@ class LowerBounds:
         if decisions.fp8 == "none":
             # Neither the split into stages nor their order, nor what happens to activations changes a block's states.
             one_split = {"pp": min(2, layout.pp), "pp_layers": (), "schedule": "1f1b", "virtual_stages": 1}
-            layout = msgspec.structs.replace(layout, subsequences=1, multiplexed=False, **one_split)
-            alike = msgspec.structs.replace(decisions, layout=layout, **KEPT)
+            layout = replace(layout, subsequences=1, multiplexed=False, **one_split)
+            alike = replace(decisions, layout=layout, **KEPT)
         if alike in self._blocks:
             return self._blocks[alike]
         absent = absent_states(decisions)
@@ -925,13 +922,13 @@ def _of_subsequences(parts: Sequence[PartTimes], *, in_blocks: bool) -> Pass:
     if not in_blocks:
         times_s["idle_s"] = sum(part.idle_s for part in parts)
         times_s["collective_s"] = sum(part.collective_s for part in parts)
-    return Pass(**{f.name: times_s.get(f.name, 0.0) for f in fields(Pass)})
+    return Pass(**{name: times_s.get(name, 0.0) for name in Pass.__struct_fields__})
 
 
 @lru_cache(maxsize=64)
 def _at_any_alpha(policies: tuple[Policy, ...]) -> tuple[Policy, ...]:
     """Return the policies without what they say of alpha; thousands of layouts have the same."""
-    return tuple(dict.fromkeys(replace(policy, alpha=None, hides=False) for policy in policies))
+    return tuple(dict.fromkeys(dataclasses.replace(policy, alpha=None, hides=False) for policy in policies))
 
 
 def rebuilds_all(decisions: Decisions) -> bool:
@@ -1103,24 +1100,19 @@ def _most(values: Sequence[float], count: int) -> float:
     return sum(sorted(values, reverse=True)[:count])
 
 
-_NAMES = tuple(field.name for field in fields(Pass))
-_seconds = cast("Callable[[Pass], tuple[float, ...]]", attrgetter(*_NAMES))
-"""Returns all fields of a pass, in their order."""
-
-
 def _sum(passes: Sequence[Pass]) -> Pass:
     """Return the pass of layers one after the other; layers of a kind share one pass."""
     kinds = {id(each): each for each in passes}
-    counts = [(_seconds(kinds[key]), count) for key, count in Counter(map(id, passes)).items()]
+    counts = [(astuple(kinds[key]), count) for key, count in Counter(map(id, passes)).items()]
     if len(counts) == 1:
         ((seconds, count),) = counts
         return Pass(*(count * each for each in seconds))
-    return Pass(*(sum(count * each[at] for each, count in counts) for at in range(len(_NAMES))))
+    return Pass(*(sum(count * each[at] for each, count in counts) for at in range(len(Pass.__struct_fields__))))
 
 
 def _added(more: Pass, fewer: Pass, layers: int) -> Pass:
     """Return the pass of one layer, from two passes of which one has ``layers`` more; zero when there are none."""
-    pairs = zip(_seconds(more), _seconds(fewer), strict=True)
+    pairs = zip(astuple(more), astuple(fewer), strict=True)
     return Pass(*((a - b) / max(1, layers) for a, b in pairs))
 
 
@@ -1131,7 +1123,7 @@ def _head_of(one: Pass) -> Pass:
 
 def _times(one: Pass, layers: int) -> Pass:
     """Return the pass of ``layers`` equal layers."""
-    return Pass(*(layers * each for each in _seconds(one)))
+    return Pass(*(layers * each for each in astuple(one)))
 
 
 def _most_fall(rates: Sequence[float]) -> float:
@@ -1141,7 +1133,7 @@ def _most_fall(rates: Sequence[float]) -> float:
 
 def _either(first: Pass, second: Pass) -> Pass:
     """Return a lower bound of both passes, with the recompute of the one that recomputes less; copies are not exact."""
-    least = Pass(*map(min, _seconds(first), _seconds(second)))
+    least = Pass(*map(min, astuple(first), astuple(second)))
     kept_s = min(first.compute_s - first.rebuild_s, second.compute_s - second.rebuild_s)
     return replace(least, compute_s=kept_s + least.rebuild_s)
 
@@ -1154,7 +1146,7 @@ def _either_halves(first: Halves | None, second: Halves | None) -> Halves | None
     if first is None or second is None:
         return None
     forward, backward = (
-        Half(**{f.name: min(getattr(a, f.name), getattr(b, f.name)) for f in fields(Half)})
+        Half(*map(min, astuple(a), astuple(b)))
         for a, b in ((first.forward, second.forward), (first.backward, second.backward))
     )
     return Halves(

@@ -48,8 +48,10 @@ All of these run in the communicator of the ranks with the same parameters, one 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
+
+from msgspec import Struct
 
 from memo_sim.contract.knobs import DtypeName
 from memo_sim.contract.plan import Decisions
@@ -66,8 +68,7 @@ from memo_sim.program.layout.stage_layers import layers_by_kind
 from memo_sim.program.layout.swap_schedule import LayerPass
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
+class Use(Struct, frozen=True):
     """One pass of one subsequence that needs blocks of parameters (``params``) or adds to gradients (``grads``).
 
     ``params`` and ``grads`` are names of blocks: ``embed``, ``head``, and ``layer`` or one name for each layer kind.
@@ -83,8 +84,7 @@ class Use:
     subsequence: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(Struct, frozen=True):
     """A template, with the place, micro-batch, subsequence and layer (as in ``Use``) of its instance."""
 
     template: str
@@ -120,6 +120,7 @@ class Sharding:
         """``optimizers``: by the names of their blocks."""
         self.stage = stage
         self.kinds = layers_by_kind(decisions.model, stage)
+        self._of_number = {kind.number: kind for kind in self.kinds}
         self.blocks = {
             layer: tuple(name for name in (kind.block, kind.experts_block) if name in optimizers)
             for kind in self.kinds
@@ -319,7 +320,7 @@ class Sharding:
             return passed * self.embed_uses + (self.embed_uses - 1 if layer == self.layers else 0)
         if family.block is BlockKind.HEAD:
             return passed
-        mine = next(kind for kind in self.kinds if kind.number == family.layer_kind)
+        mine = self._of_number[family.layer_kind]
         use = passed * len(mine.layers) + mine.place[layer]
         return 2 * use + (template.kind in FOR_BACKWARD) if family.kind is FamilyKind.GATHERED else use
 

@@ -21,7 +21,7 @@ the two rounding buffers, in which the last two layers hold their inputs too, an
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from memo_sim.contract.model import Model
 from memo_sim.program.ir.builder import Access, Rows, reads, writes

@@ -38,9 +38,10 @@ these are reduced over the ranks before any of them quantises.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
+
+from msgspec.structs import replace
 
 from memo_sim.contract.knobs import Fp8Layouts, Fp8Recipe, ProductDtype
 from memo_sim.contract.layer_shape import LayerShape

@@ -22,8 +22,9 @@ tensor belongs to token i of the rank's shard. Layouts change the list:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+from msgspec import Struct
 
 from memo_sim.contract.experts import Experts
 from memo_sim.contract.latent_attention import LatentAttention
@@ -42,8 +43,7 @@ class Fate(StrEnum):
     BY_TOKEN = "by_token"
 
 
-@dataclass(frozen=True, slots=True)
-class Skeletal:
+class Skeletal(Struct, frozen=True):
     """One skeletal tensor; ``tokens`` is the number of its rows on one rank."""
 
     name: str

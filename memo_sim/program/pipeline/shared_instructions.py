@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+from msgspec import Struct
 
 from memo_sim.program.ir.instruction import BufferClass, Families, Family, Template
 
@@ -25,8 +27,7 @@ Made = dict[str, Bound]
 """By name: layer templates that are the same on every stage of one lowering."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Slot:
+class _Slot(Struct, frozen=True):
     """A slot that instances bind."""
 
     name: str
@@ -49,8 +50,7 @@ class _Slot:
         return family if _alike(family) == self.alike else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Written:
+class _Written(Struct, frozen=True):
     template: Template
     slots: tuple[_Slot, ...]
     names: tuple[str, ...]

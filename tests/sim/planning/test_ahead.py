@@ -6,7 +6,6 @@ import pickle
 import random
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import replace
 from math import inf
 from typing import Any, cast
 from unittest import mock
@@ -156,7 +155,7 @@ def test_a_search_does_not_depend_on_how_far_bounds_pass_its_limit(
         passed[passes] += 1
         if not (passes and isinstance(found, Bounded) and found.bound):
             return found
-        return replace(found, bound=replace(found.bound, step_s=2 * found.bound.step_s))
+        return msgspec.structs.replace(found, bound=msgspec.structs.replace(found.bound, step_s=2 * found.bound.step_s))
 
     monkeypatch.setattr(Findings, "tightened", farther)
     assert told(search(question, **settings)) == wanted

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
 
 import msgspec
@@ -91,7 +90,7 @@ def test_the_fullest_stage_shows_that_no_alpha_fits(schedule: Schedule) -> None:
         plans = [one.base] if one.policy.alpha is not None else [grid.at(step) for step in (1, grid.steps - 1)]
         peak_bytes = min(simulate(plan, hardware, cluster).prediction.peak_device_bytes for plan in plans)
         few = bounds.tightened(Bounded(one, bounds.of_plans.memory(one.base, any_alpha=True), 0, "layers"), inf)
-        found = bounds.tightened(replace(few, next_bound="memory"), inf)
+        found = bounds.tightened(msgspec.structs.replace(few, next_bound="memory"), inf)
         assert few.bound is not None
         assert found.bound is not None
         assert few.bound.device_bytes <= found.bound.device_bytes <= peak_bytes
