@@ -30,6 +30,7 @@ from msgspec import Struct
 from msgspec.structs import astuple, replace
 
 from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.knobs import MOST_ZERO
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.planning.alpha_ranges import WIDEST, edges_of
 from memo_sim.planning.alpha_ranges import least_step_s as least_step_s_of_alphas
@@ -68,8 +69,11 @@ NextBound = Literal[
 ]
 
 
-Counted = Literal["steps", "kernels", "waits"]
-"""What a layout's least key counts beside states: the later steps of a long ring alone, all kernels, or also waits."""
+Counted = Literal["steps", "kernels", "ungathered", "waits"]
+"""What a layout's least key counts beside states: the later steps of a long ring alone, all kernels, or also waits.
+
+``ungathered``: with waits, but without what ZeRO 3 gathers. Layouts with other replicas have the same passes then.
+"""
 
 
 class BoundedLayout(Struct, frozen=True):
@@ -83,7 +87,7 @@ class BoundedLayout(Struct, frozen=True):
 
     def next_name(self, _: float) -> Hashable:
         """Return the name of the next bounds; empty where there are none."""
-        return {"steps": "kernels", "kernels": "waits", "waits": ""}[self.counted]
+        return {"steps": "kernels", "kernels": "ungathered", "ungathered": "waits", "waits": ""}[self.counted]
 
 
 class Bounded(Struct, frozen=True):
@@ -162,8 +166,10 @@ class CandidateBounds:
         if one.counted == "steps":
             found = self._with_kernels(space, one.layout)
             return found if found.least_key == LEAST else replace(found, least_key=max(one.least_key, found.least_key))
-        key = self._least_key_of_layout(space, one.layout, "waits")
-        return BoundedLayout(one.layout, max(key, one.least_key), "waits")
+        gathers = one.layout.zero >= MOST_ZERO and one.layout.pp == 1
+        counted: Counted = "ungathered" if one.counted == "kernels" and gathers else "waits"
+        key = self._least_key_of_layout(space, one.layout, counted)
+        return BoundedLayout(one.layout, max(key, one.least_key), counted)
 
     def _with_kernels(self, space: Space, layout: Layout) -> BoundedLayout:
         key = self._least_key_of_layout(space, layout, "kernels")
@@ -185,7 +191,8 @@ class CandidateBounds:
             if counted == "steps":
                 bound = self.of_plans.of_steps(keep, beside) if known else LowerBound(0.0, 0, 0)
             else:
-                bound = self.of_plans.of_layout(keep, beside if known else [], waits=counted == "waits")
+                waits, gathered = counted in {"ungathered", "waits"}, counted == "waits"
+                bound = self.of_plans.of_layout(keep, beside if known else [], waits=waits, gathered=gathered)
         except Infeasible:
             return LEAST
         return _least_key(bound, self.of_plans.shortfall_bytes(bound))

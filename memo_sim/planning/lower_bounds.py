@@ -303,11 +303,14 @@ class LowerBounds:
             return replace(bound, step_s=self._shared_s(parts.whole, decisions.layout.pp))
         return replace(bound, step_s=self._step_s(decisions, parts))
 
-    def of_layout(self, keep: Decisions, beside: Sequence[Policy], *, waits: bool = False) -> LowerBound:
+    def of_layout(
+        self, keep: Decisions, beside: Sequence[Policy], *, waits: bool = False, gathered: bool = True
+    ) -> LowerBound:
         """Return lower bounds of all plans of a layout: from states, and from the time of ``keep`` (``beside_s``).
 
         - ``keep``: the plan of the layout that keeps everything, or one that has at least its states.
         - ``beside``: the policies of the layout's plans; none where the time of ``keep`` says nothing about theirs.
+        - ``waits``, ``gathered``: see ``beside_s``.
 
         Raises:
             Infeasible: when ``keep`` cannot be lowered, or the profile has not measured its work.
@@ -317,7 +320,7 @@ class LowerBounds:
         bound = LowerBound(0.0, max(device, self._before_w_passes(keep)), host, self._beside_bytes(keep))
         if not beside or self.shortfall_bytes(bound):
             return bound
-        return replace(bound, step_s=self.beside_s(keep, beside, waits=waits))
+        return replace(bound, step_s=self.beside_s(keep, beside, waits=waits, gathered=gathered))
 
     def of_steps(self, keep: Decisions, policies: Iterable[Policy]) -> LowerBound:
         """Return the bounds of ``of_layout`` where only the attention of the later steps of a ring is counted.
@@ -339,18 +342,23 @@ class LowerBounds:
         gain = self._gain_of_cuts if any(policy.attention_chunks for policy in policies) else 1.0
         return replace(bound, step_s=calls * ring_s / gain * (1 - ROUNDING))
 
-    def beside_s(self, keep: Decisions, policies: Iterable[Policy], *, waits: bool = False) -> float:
+    def beside_s(
+        self, keep: Decisions, policies: Iterable[Policy], *, waits: bool = False, gathered: bool = True
+    ) -> float:
         """Return a lower bound of the step seconds of all plans with ``policies`` on the layout of ``keep``.
 
         - ``keep``: the plan that keeps everything, without subsequences.
         - ``waits``: whether collectives and waits count beside compute, which costs more.
+        - ``gathered``: whether what ZeRO 3 gathers is among them. It adds to a pass, and plans that differ in it share
+          the pass without it.
 
         See ``beside_kept.py``.
 
         Raises:
             Infeasible: when ``keep`` cannot be lowered, or the profile has not measured its work.
         """
-        parts = self._parts(keep, self.passes.waited) if waits else self._computed_parts(keep)
+        lowered = keep if gathered else replace(keep, layout=replace(keep.layout, zero=0, zero_ranks=0))
+        parts = self._parts(lowered, self.passes.waited) if waits else self._computed_parts(keep)
         found_s, known_s = inf, dict[Change, float]()
         knows_waits = any(has_waits(each) for each in (parts.whole, *parts.layers))
         for policy in _at_any_alpha(tuple(policies)):

@@ -13,7 +13,7 @@ from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.engine.simulate import simulate
-from memo_sim.planning.few_layers import Passes
+from memo_sim.planning.few_layers import Passes, gathers
 from memo_sim.planning.lower_bounds import LowerBounds, rebuilds_all
 from memo_sim.planning.pipeline_lower_bound import kept
 from memo_sim.planning.presets import Policy
@@ -96,8 +96,10 @@ def check(bounds: LowerBounds, cluster_name: str, decisions: Decisions) -> tuple
     assert played.step_s is not None
     keep, policy = kept(decisions), Policy.of(decisions)
     computed_s, waited_s = (bounds.beside_s(keep, [policy], waits=waits) for waits in (False, True))
-    assert 0 < computed_s <= waited_s * (1 + 1e-12)
-    assert waited_s <= played.step_s
+    ungathered_s = bounds.beside_s(keep, [policy], waits=True, gathered=False)
+    assert 0 < computed_s <= min(ungathered_s, waited_s) * (1 + 1e-12)
+    assert max(ungathered_s, waited_s) <= played.step_s
+    assert (ungathered_s == waited_s) or gathers(keep)
     if rebuilds_all(decisions):
         unswapped_s = bounds.unswapped_s(decisions)
         assert 0.5 * played.step_s < unswapped_s <= played.step_s

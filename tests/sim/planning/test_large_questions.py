@@ -15,7 +15,7 @@ from memo_sim.contract.errors import BadInput, Infeasible, UsageError
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.units import MOST_DEVICES, MOST_LAYERS
 from memo_sim.engine.simulate import simulate
-from memo_sim.planning import bounded_candidates
+from memo_sim.planning import bounded_candidates, few_layers
 from memo_sim.planning import search as searching
 from memo_sim.planning.layouts import _degrees, layouts
 from memo_sim.planning.lower_bounds import LowerBounds
@@ -24,6 +24,7 @@ from memo_sim.planning.question import Pins, Question, with_memory
 from memo_sim.planning.rowwise_kernels import RowwiseChoice
 from memo_sim.planning.search import SearchResult, best_with_more_memory, search
 from memo_sim.planning.space import with_alpha
+from memo_sim.program.ir.program import Program
 from memo_sim.program.layout.shape import MOST_RING, shape_of
 from tests.refusals import refused
 
@@ -79,6 +80,29 @@ def test_long_rings_are_pruned_by_their_steps_alone(monkeypatch: pytest.MonkeyPa
     assert few < more
     assert by_steps.ranked[0].rank_key == by_kernels.ranked[0].rank_key
     assert by_steps.evaluated + by_steps.pruned == by_kernels.evaluated + by_kernels.pruned
+
+
+def test_layouts_that_gather_are_pruned_by_what_they_share_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plans are those of a search that lowers what ZeRO 3 gathers for each layout; it lowers more of them."""
+    cluster, hardware = load_cluster("a800-2x8")
+    pins = Pins(pp=1, cp=1, zero=3, recompute="none", alpha=0.0)
+    question = Question(load_model("llama-7b"), cluster, hardware, 4096, "every-layout", global_batch=16, pins=pins)
+    monkeypatch.setattr(searching, "MOST_LAYOUTS_AT_ONCE", 0)
+    lowered: list[Layout] = []
+    lower_passes = few_layers.lower_passes
+
+    def counted(decisions: Decisions) -> Program:
+        lowered.append(decisions.layout)
+        return lower_passes(decisions)
+
+    monkeypatch.setattr(few_layers, "lower_passes", counted)
+    shared, few = search(question), sum(layout.zero == 3 for layout in lowered)
+    lowered.clear()
+    monkeypatch.setattr(bounded_candidates, "MOST_ZERO", 4)
+    apart, more = search(question), sum(layout.zero == 3 for layout in lowered)
+    assert 0 < few < more
+    assert shared.ranked[0].rank_key == apart.ranked[0].rank_key
+    assert shared.evaluated + shared.pruned == apart.evaluated + apart.pruned
 
 
 @pytest.mark.parametrize("more", [{}, {"tp": 2, "sequence_parallel": True}, {"ulysses": 2}, {"pp": 3}], ids=str)
