@@ -72,7 +72,8 @@ NextBound = Literal[
 Counted = Literal["steps", "kernels", "ungathered", "waits"]
 """What a layout's least key counts beside states: the later steps of a long ring alone, all kernels, or also waits.
 
-``ungathered``: with waits, but without what ZeRO 3 gathers. Layouts with other replicas have the same passes then.
+``ungathered``: with waits, but without what ZeRO 3 gathers. Layouts with another number of replicas then have the same
+passes.
 """
 
 
@@ -85,9 +86,17 @@ class BoundedLayout(Struct, frozen=True):
     counted: Counted
     """What the key counts; with waits, it gets no higher."""
 
+    @property
+    def counted_next(self) -> Counted:
+        """What the next key counts; ``waits`` is the last."""
+        if self.counted == "steps":
+            return "kernels"
+        gathers = self.layout.zero >= MOST_ZERO and self.layout.pp == 1  # with stages, bounds leave gathers out
+        return "ungathered" if self.counted == "kernels" and gathers else "waits"
+
     def next_name(self, _: float) -> Hashable:
         """Return the name of the next bounds; empty where there are none."""
-        return {"steps": "kernels", "kernels": "ungathered", "ungathered": "waits", "waits": ""}[self.counted]
+        return "" if self.counted == "waits" else self.counted_next
 
 
 class Bounded(Struct, frozen=True):
@@ -166,10 +175,8 @@ class CandidateBounds:
         if one.counted == "steps":
             found = self._with_kernels(space, one.layout)
             return found if found.least_key == LEAST else replace(found, least_key=max(one.least_key, found.least_key))
-        gathers = one.layout.zero >= MOST_ZERO and one.layout.pp == 1
-        counted: Counted = "ungathered" if one.counted == "kernels" and gathers else "waits"
-        key = self._least_key_of_layout(space, one.layout, counted)
-        return BoundedLayout(one.layout, max(key, one.least_key), counted)
+        key = self._least_key_of_layout(space, one.layout, one.counted_next)
+        return BoundedLayout(one.layout, max(key, one.least_key), one.counted_next)
 
     def _with_kernels(self, space: Space, layout: Layout) -> BoundedLayout:
         key = self._least_key_of_layout(space, layout, "kernels")

@@ -349,14 +349,15 @@ class LowerBounds:
 
         - ``keep``: the plan that keeps everything, without subsequences.
         - ``waits``: whether collectives and waits count beside compute, which costs more.
-        - ``gathered``: whether what ZeRO 3 gathers is among them. It adds to a pass, and plans that differ in it share
-          the pass without it.
+        - ``gathered``: whether what ZeRO 3 gathers and reduces in a pass is among these. A pass without it is never
+          longer, and layouts with another number of replicas have the same one.
 
         See ``beside_kept.py``.
 
         Raises:
             Infeasible: when ``keep`` cannot be lowered, or the profile has not measured its work.
         """
+        # Only what ``of_one_pass`` leaves of this plan is lowered, so rules need not allow it.
         lowered = keep if gathered else replace(keep, layout=replace(keep.layout, zero=0, zero_ranks=0))
         parts = self._parts(lowered, self.passes.waited) if waits else self._computed_parts(keep)
         found_s, known_s = inf, dict[Change, float]()

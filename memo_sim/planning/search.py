@@ -11,9 +11,9 @@ Bounds that cost much end early where a time is known that candidates have to be
 which are soon played, come before the first such bound; and a pipeline whose bound is far below that time comes next.
 
 Where there are many layouts, a layout first gets lower bounds of its own, and tighter ones when it is the next: from
-the later steps of its ring, if that is long, then from all kernels, then with waits; with ZeRO 3, at first without what
-it gathers. Its candidates are made only when these do not decide. In pipelines, whose plays are long, ranges of alpha
-get lower bounds as well.
+the later steps of its ring, if that is long, then from all kernels, then with waits. With ZeRO 3 and no pipeline
+stages, waits come at first without what it gathers. A layout's candidates are made only when these do not decide. In
+pipelines, whose plays are long, ranges of alpha get lower bounds as well.
 
 Plans on PyTorch's allocator that may be the best are played under lower limits of its memory, too
 (``allocator_limits.py``).

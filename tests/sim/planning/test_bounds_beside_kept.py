@@ -97,9 +97,10 @@ def check(bounds: LowerBounds, cluster_name: str, decisions: Decisions) -> tuple
     keep, policy = kept(decisions), Policy.of(decisions)
     computed_s, waited_s = (bounds.beside_s(keep, [policy], waits=waits) for waits in (False, True))
     ungathered_s = bounds.beside_s(keep, [policy], waits=True, gathered=False)
-    assert 0 < computed_s <= min(ungathered_s, waited_s) * (1 + 1e-12)
-    assert max(ungathered_s, waited_s) <= played.step_s
-    assert (ungathered_s == waited_s) or gathers(keep)
+    assert 0 < computed_s <= ungathered_s * (1 + 1e-12)
+    assert ungathered_s <= waited_s * (1 + 1e-12)
+    assert waited_s <= played.step_s
+    assert (ungathered_s < waited_s) == gathers(keep)
     if rebuilds_all(decisions):
         unswapped_s = bounds.unswapped_s(decisions)
         assert 0.5 * played.step_s < unswapped_s <= played.step_s
@@ -119,6 +120,10 @@ def bounds_on(cluster_name: str) -> LowerBounds:
         ("llama3-8b", DENSE[1], "full swap"),
         ("llama3-8b", DENSE[3], "tokenwise, some swapped"),
         ("llama3-8b", DENSE[5], "full, in chunks"),
+        ("llama3-8b", DENSE[4], "full swap"),
+        ("llama3-8b", DENSE[8], "full"),
+        ("llama3-8b", Layout(tp=2, **MEGATRON, dp=4, zero=3, zero_ranks=2), "tokenwise"),
+        ("qwen3-30b-a3b", Layout(ulysses=2, dp=4, ep=8, zero=3), "mlp"),
         ("llama3-8b", DENSE[6], "rowwise, swapped"),
         ("llama3-8b", DENSE[2], "rowwise, partly swapped"),
         ("llama3-8b", DENSE[10], "rowwise, partly swapped"),

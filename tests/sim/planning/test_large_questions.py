@@ -83,7 +83,7 @@ def test_long_rings_are_pruned_by_their_steps_alone(monkeypatch: pytest.MonkeyPa
 
 
 def test_layouts_that_gather_are_pruned_by_what_they_share_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plans are those of a search that lowers what ZeRO 3 gathers for each layout; it lowers more of them."""
+    """The plans are those of a search that lowers what ZeRO 3 gathers for each layout, which lowers more passes."""
     cluster, hardware = load_cluster("a800-2x8")
     pins = Pins(pp=1, cp=1, zero=3, recompute="none", alpha=0.0)
     question = Question(load_model("llama-7b"), cluster, hardware, 4096, "every-layout", global_batch=16, pins=pins)

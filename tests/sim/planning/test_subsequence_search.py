@@ -466,7 +466,7 @@ def test_the_plan_nearest_to_fitting_is_exact_where_both_memories_are_short(degr
         bound = bounds.memory(one.decisions)
         assert bounds.shortfall_bytes(bound) <= one.prediction.missing_bytes
         last = bounds.of_last_stage(one.decisions)
-        held = replace(bound, device_bytes=last.buffers, beside_bytes=last.beside) if last else bound
+        held = msgspec.structs.replace(bound, device_bytes=last.buffers, beside_bytes=last.beside) if last else bound
         assert bounds.shortfall_bytes(held) <= one.prediction.missing_bytes
 
 
