@@ -299,7 +299,9 @@ def test_an_interruption_leaves_whole_lines_and_no_process(tmp_path: Path) -> No
     children = children_of(running.pid)
     running.send_signal(signal.SIGINT)
     _, said = running.communicate(timeout=60)
-    assert (running.returncode, said.strip()) == (130, "interrupted")
+    *progress, last = filter(None, said.splitlines())
+    assert (running.returncode, last) == (130, "interrupted")
+    assert all(each.startswith("sweep: ") for each in progress)  # printed after ten seconds, which a busy machine needs
     assert path.read_bytes().endswith(b"\n")
     assert 0 < len(read_lines(path)) < 64
     assert children
