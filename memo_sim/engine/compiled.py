@@ -37,7 +37,9 @@ class Compiled(Generic[Twin]):
         self._looked = False
         """Whether a file was looked for that holds the twin's code."""
         self._decided = False
-        """Whether the twin was loaded or does not work, or another process decides."""
+        """Whether the twin was loaded or does not work."""
+        self._compiles = True
+        """Whether this process decides when to compile."""
 
     @property
     def compiled(self) -> bool:
@@ -45,16 +47,16 @@ class Compiled(Generic[Twin]):
         return self._chosen is not self._plain
 
     def beside(self, compiled: bool) -> None:
-        """Follow another process: load the twin if it is used there, where it is in its file; else do not."""
+        """Follow another process: use the twin if it does, and compile it no sooner."""
         if compiled and not self.compiled:
             self._take(compiles=True)
-        self._decided = True
+        self._compiles = False
 
     def of(self, work: int) -> Twin:
         """Return the function for a call of so many units of work, which are counted."""
         self._done += work
         if not self._decided:
-            if self._done >= self._first or work >= self._long:
+            if self._compiles and (self._done >= self._first or work >= self._long):
                 self._take(compiles=True)
             elif self._done >= self._soon and not self._looked:
                 self._looked = True

@@ -53,7 +53,7 @@ class FastLoop:
         return self._loop.compiled
 
     def beside(self, compiled: bool) -> None:
-        """Follow another process: play compiled if it does, where the loop is in its file; else do not."""
+        """Follow another process: play compiled if it does, and compile the loop no sooner."""
         self._loop.beside(compiled)
 
     def __call__(self, segments: Segments, work: Floats, rates_of: UsedRates, groups: Groups) -> Clock:

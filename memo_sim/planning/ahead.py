@@ -11,8 +11,9 @@ The search decides as it does alone: it needs the same bounds and outcomes in th
 that are not known. So its answer is the same to the last byte for every number of processes. Outcomes of candidates
 that turn out to be pruned are left out of it.
 
-Candidates whose bounds lose to the best plans so far are not given to processes, and are taken back from them. Before a
-process gets tasks, it gets the results of the search's own work, so that it does not repeat that work.
+Candidates whose bounds lose to the best plans so far are not given to processes, and are taken back from them. A plan
+that was played counts here before it is ranked. Before a process gets tasks, it gets the results of the search's own
+lowerings, and it sends back those of its own, so that none is repeated.
 
 Where a search begins with work on many layouts, other processes do parts of that, too: ``divided``.
 """
@@ -47,8 +48,9 @@ FARTHEST = 512
 PARTS = 2
 """Parts of divided work that a process has at once."""
 
-OUTCOME, PLAYED = "outcome", "played plans"
-"""Names of what a task yields last about a candidate, and of plans that it has played for its bounds."""
+OUTCOME, PLAYED, LOWERED = "outcome", "played plans", "lowered layers"
+"""Names of what a task yields beside bounds: last a candidate's outcome, and before it plans that it has played for its
+bounds, and results of lowerings that other candidates may need, too."""
 
 Number = tuple[int, int]
 Entry = tuple[Key, Number, Any]
@@ -78,19 +80,25 @@ class Searching(Protocol):
     def limit_key(self) -> Key:
         """Return the largest key of a candidate that may matter."""
 
+    def expected_key(self) -> Key:
+        """Return the limit that is known to come, of plans that are played but not ranked yet."""
+
     def takes_long(self, one: Any) -> bool:
         """Return whether the next bounds of a candidate or layout take long."""
 
     def plays_next(self, one: Any) -> bool:
         """Return whether plans are played next for a candidate or layout."""
 
-    def next_name(self, one: Any) -> Hashable:
-        """Return the name of the next bounds, with what they depend on; empty where there are none."""
+    def next_name(self, one: Any, most: Key) -> Hashable:
+        """Return the name of the next bounds, with what they depend on; empty where there are none.
 
-    def offered(self, one: Any, last: Key, soon: Key) -> Offer | None:
+        ``most``: the limit.
+        """
+
+    def offered(self, one: Any, last: Key, soon: Key, most: Key) -> Offer | None:
         """Return what is next as a task that ends where its bounds pass ``last``; None where the search does it.
 
-        Nothing is played where they pass ``soon``: by then the best plans may be better.
+        Nothing is played where they pass ``soon``: by then the best plans may be better. ``most`` is the limit.
         """
 
     def beside_itself(self, *arguments: Any) -> Iterator[tuple[Hashable, Any]]:
@@ -100,7 +108,7 @@ class Searching(Protocol):
         """Return a task that gives a process the search's own new results, and them; None where there are none."""
 
     def hear(self, found: Any) -> None:
-        """Use an outcome that has arrived, or plans that were played."""
+        """Use an outcome that has arrived, plans that were played, or results of lowerings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +173,7 @@ class Ahead:
     def give(self, queue: int = QUEUE) -> None:
         """Give the next candidates to all processes, up to ``queue`` tasks, where one has at most half as many."""
         self._receive(block=False)
-        most = self._search.limit_key()
+        most = self._search.expected_key()
         for name, begun in list(self._begun.items()):
             if begun.key > most and self._waits(name, begun):
                 self._take_back(name)
@@ -253,11 +261,12 @@ class Ahead:
         for found, last, soon in self._next(most):
             plays = [each for each in found if self._search.plays_next(each[1])]
             rest = [each for each in found if not self._search.plays_next(each[1])]
-            turns = [(plays, soon), (rest[::-1], soon), (plays, most)] if helper else [(rest, LEAST), (plays, soon)]
+            turns = [(plays, soon), (rest[::-1], soon)] if helper else [(rest, LEAST), (plays, soon)]
+            turns.append((plays, most))
             for number, one, until in ((*each, until) for turn, until in turns for each in turn):
                 if number in busy:
                     continue
-                made = self._search.offered(one, last, until)
+                made = self._search.offered(one, last, until, most)
                 if made is not None and begun.isdisjoint(made.plays):
                     begun.update(made.plays)
                     busy.add(number)
@@ -286,7 +295,7 @@ class Ahead:
                 if known is None:
                     found.append((number, one))
                 elif known.outcome is None and not (known.lost or known.passes(most)):
-                    found.append((number, self._tightest(known, one)))
+                    found.append((number, self._tightest(known, one, most)))
             if seen < enough:
                 last = most
             yield [(number, one) for number, one in found if one.least_key <= last], last, soon
@@ -294,8 +303,8 @@ class Ahead:
                 return
             enough *= 2
 
-    def _tightest(self, known: _Known, one: Any) -> Any:
-        while (name := self._search.next_name(one)) in known.bounds:
+    def _tightest(self, known: _Known, one: Any, most: Key) -> Any:
+        while (name := self._search.next_name(one, most)) in known.bounds:
             one = known.bounds[name]
         return one
 
@@ -305,7 +314,8 @@ class Ahead:
         Where bounds are known that pass the limit, it is these, even if they were computed against a longer time: the
         search alone would prune the candidate as well, after the same bounds or earlier ones.
         """
-        name, most = self._search.next_name(one), self._search.limit_key()
+        most = self._search.limit_key()
+        name = self._search.next_name(one, most)
 
         def enough(known: _Known) -> bool:
             return name in known.bounds or known.passes(most)
@@ -345,7 +355,7 @@ class Ahead:
 
     def _work(self) -> bool:
         """Do the next task in this process, which waits for another one; return whether there was one."""
-        most = self._search.limit_key()
+        most = self._search.expected_key()
         offer = next(self._offers(most, None), None)
         if offer is None:  # take what another process has not begun
             late = [name for name, begun in self._begun.items() if self._waits(name, begun)]
@@ -392,7 +402,7 @@ class Ahead:
             self._keep(begun.number, *message.part)
 
     def _keep(self, number: Number, name: Hashable, part: Any) -> None:
-        if name == PLAYED:
+        if name in (PLAYED, LOWERED):
             self._search.hear(part)
             return
         known = self._known.setdefault(number, _Known())

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from memo_sim.contract.plan import Decisions, Layout, Prediction
-from memo_sim.planning.ahead import OUTCOME, PLAYED
+from memo_sim.planning.ahead import LOWERED, OUTCOME, PLAYED
 from memo_sim.planning.aims import Aims
 from memo_sim.planning.bounded_candidates import Bounded, BoundedLayout, CandidateBounds
 from memo_sim.planning.evaluation import Evaluation
@@ -19,6 +19,9 @@ from memo_sim.planning.presets import Policy
 from memo_sim.planning.question import Question
 from memo_sim.planning.rivals import Rivals
 from memo_sim.planning.space import Space
+
+TOLD = "told"
+"""Where a process keeps how many results of its lowerings the search has got (``Passes.counts``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,7 @@ def begin(
     passes = before.passes if goes_on and before is not None and _same_devices(before.question, question) else None
     here["examination"] = made = Examination(question, aims, passes)
     made.space = Space(question, policies)
+    here[TOLD] = made.passes.counts
     return iter(())
 
 
@@ -124,20 +128,34 @@ def _same_devices(question: Question, other: Question) -> bool:
 
 def learn(here: dict[str, Any], lowered: Lowered) -> Iterator[object]:
     """Keep in another process the results of the search's lowerings."""
-    examination: Examination = here["examination"]
-    examination.passes.learn(lowered)
+    passes = _examination(here).passes
+    all_told = here[TOLD] == passes.counts
+    passes.learn(lowered)
+    if all_told:  # else these are told, too, with those that came before them
+        here[TOLD] = passes.counts
     return iter(())
 
 
 def bound_layouts(here: dict[str, Any], found: Sequence[Layout]) -> Iterator[list[BoundedLayout]]:
     """Compute the first bounds of layouts in another process."""
-    examination: Examination = here["examination"]
-    yield examination.layouts(found)
+    yield _examination(here).layouts(found)
 
 
 def examine(here: dict[str, Any], one: Bounded | BoundedLayout, needed: Needed) -> Iterator[tuple[Hashable, object]]:
-    """Examine a candidate or layout in another process."""
-    examination: Examination = here["examination"]
+    """Examine a candidate or layout in another process, which also tells the results of its lowerings."""
+    examination = _examination(here)
     examination.plays.stand_aside()
     play_beside(compiled=needed.compiled)
-    return examination.parts(one, needed)
+    passes = examination.passes
+    for part in examination.parts(one, needed):
+        if here[TOLD] != passes.counts:
+            yield LOWERED, passes.lowered_since(here[TOLD])
+            here[TOLD] = passes.counts
+        yield part
+
+
+def _examination(here: dict[str, Any]) -> Examination:
+    """Return what a process keeps; one that was forked has it from the search, which knows what is known by then."""
+    examination: Examination = here["examination"]
+    here.setdefault(TOLD, examination.passes.counts)
+    return examination

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 
 import msgspec
 
 from memo_sim.contract.plan import Decisions, Layout
-from memo_sim.planning.ahead import LONG_QUEUE, Ahead, Number, Offer
+from memo_sim.planning.ahead import LONG_QUEUE, QUEUE, Ahead, Number, Offer
 from memo_sim.planning.aims import Aims
 from memo_sim.planning.bounded_candidates import Bounded, BoundedLayout
 from memo_sim.planning.examination import Examination, Found, Needed, begin, bound_layouts, examine, learn
 from memo_sim.planning.few_layers import Counts, Lowered
-from memo_sim.planning.outcome import Evaluated, Key
+from memo_sim.planning.outcome import Evaluated, Key, ranked_s
 from memo_sim.planning.plays import is_compiled
 from memo_sim.planning.processes import Helper, Task, Team
 from memo_sim.planning.ranking import Ranking
@@ -45,6 +46,8 @@ class Findings:
         """How many of the passes' results each process has got."""
         self._earlier = examination.passes.counts
         """How many of them are from earlier searches."""
+        self._played_earlier = 0
+        """How many plays are from earlier searches; their plans need not be candidates of this one."""
         self.first: list[Waiting] = []
         """What is looked at before all that waits, as a heap."""
         self.waiting: list[Waiting] = []
@@ -58,6 +61,7 @@ class Findings:
         """Let other processes work ahead. ``goes_on``: whether the search uses the passes of an earlier one."""
         examination = self._examination
         first = (begin, (examination.question, self._aims, space.policies, goes_on))
+        self._played_earlier = len(examination.plays.known)
         self._ahead = Ahead(team, self, begin=first, kept={"examination": examination}, task=examine)
         examination.plays.before = partial(self._ahead.give, LONG_QUEUE)
 
@@ -84,7 +88,7 @@ class Findings:
         found: Bounded | BoundedLayout | None = None
         if self._ahead:
             self.at = ()
-            self._ahead.give()
+            self._ahead.give(LONG_QUEUE if self.takes_long(one) else QUEUE)
             found = self._ahead.bounded(number, one)
         if found is None:
             return self._examination.tightened(one, self._ranking.limit_s())
@@ -113,6 +117,22 @@ class Findings:
         last = self._ranking.last_kept()
         return (True, True, float("inf")) if self.all_matter or last is None else last[:3]
 
+    def expected_key(self) -> Key:
+        """Return the key of the fastest plan that this search has played; its candidate may not be evaluated yet.
+
+        That is known to come once a plan is ranked, and where the best plan alone is kept.
+        """
+        most = self.limit_key()
+        if most[0] or self._aims.keep > 1:
+            return most
+        played = islice(self._examination.plays.known.values(), self._played_earlier, None)
+        steps = (each.step_s for each in played)
+        return min([most, *((False, False, ranked_s(step_s)) for step_s in steps if step_s is not None)])
+
+    def _limit_s(self, most: Key) -> float:
+        """Return the step seconds of the limit ``most``, or of the last of the best plans where that tells nothing."""
+        return self._ranking.limit_s() if most[0] else most[2]
+
     def takes_long(self, one: Bounded | BoundedLayout) -> bool:
         """Return whether ranges are halved or a stage is played for the next bounds, or plans are."""
         return isinstance(one, Bounded) and one.next_bound in {"alone", "halved", "played"}
@@ -121,27 +141,28 @@ class Findings:
         """Return whether plans are played next for a candidate or layout."""
         return isinstance(one, Bounded) and one.is_played_next
 
-    def next_name(self, one: Bounded | BoundedLayout) -> Hashable:
+    def next_name(self, one: Bounded | BoundedLayout, most: Key) -> Hashable:
         """Return the name of the next bounds of a candidate or layout."""
-        return one.next_name(self._ranking.limit_s())
+        return one.next_name(self._limit_s(most))
 
-    def offered(self, one: Bounded | BoundedLayout, last: Key, soon: Key) -> Offer | None:
+    def offered(self, one: Bounded | BoundedLayout, last: Key, soon: Key, most: Key) -> Offer | None:
         """Return a task of another process, which ends where bounds pass ``last``; None where there is nothing to do.
 
         Layouts are opened by the search, and plans are played only as long as bounds do not pass ``soon``.
         """
+        limit_s = self._limit_s(most)
         if isinstance(one, BoundedLayout):
-            if not self.next_name(one):
+            if not one.next_name(limit_s):
                 return None
             none = Rivals(None, None)
-            return Offer((one, Needed(last, soon, self._ranking.limit_s(), none, known={}, compiled=is_compiled())), ())
+            return Offer((one, Needed(last, soon, limit_s, none, known={}, compiled=is_compiled())), ())
         if one.is_played_next and one.least_key > soon:
             return None
         candidate, plays = one.candidate, self._examination.plays
         rivals = self._opened.rivals(candidate.base)
         shared = self._examination.evaluation.shared_plans(candidate, rivals)
         known = plays.known_among(shared)
-        needed = Needed(last, soon, self._ranking.limit_s(), rivals, known=known, compiled=is_compiled())
+        needed = Needed(last, soon, limit_s, rivals, known=known, compiled=is_compiled())
         return Offer((one, needed), shared - known.keys())
 
     def beside_itself(
@@ -164,6 +185,9 @@ class Findings:
         sent, self._sent[helper] = self._sent.get(helper, self._earlier), passes.counts
         return None if sent == passes.counts else (learn, passes.lowered_since(sent))
 
-    def hear(self, found: Found) -> None:
-        """Keep the predictions that another process has made."""
-        self._examination.plays.known.update(found.used)
+    def hear(self, found: Found | Lowered) -> None:
+        """Keep the predictions or the results of lowerings of another process."""
+        if isinstance(found, Lowered):
+            self._examination.passes.learn(found)
+        else:
+            self._examination.plays.known.update(found.used)

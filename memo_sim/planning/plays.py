@@ -121,7 +121,7 @@ def is_compiled() -> bool:
 
 
 def play_beside(*, compiled: bool) -> None:
-    """Play what follows as the process does that this one helps: in the compiled loop or not."""
+    """Play what follows in the compiled loop if the process does that this one helps, or if it is compiled already."""
     run_fast.beside(compiled)
 
 

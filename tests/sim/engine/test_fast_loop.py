@@ -180,6 +180,23 @@ def test_else_it_is_compiled_when_enough_was_played(
     assert plays(FastLoop(soon=1), 1) == [True]
 
 
+def test_a_process_that_helps_another_one_loads_the_loop_but_does_not_compile_it(
+    compiled: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def helping(**loads: int) -> FastLoop:
+        loop = FastLoop(**loads)
+        loop.beside(compiled=False)
+        return loop
+
+    assert plays(helping(soon=1), 1) == [True]
+    monkeypatch.setattr(native, "_folders", lambda _: [tmp_path])
+    monkeypatch.setattr(fast_loop, "LONG", 1)
+    loop = helping(soon=1, first=1)
+    assert plays(loop, 2) == [False, False]
+    loop.beside(compiled=True)
+    assert loop.compiled
+
+
 def test_the_loop_is_loaded_for_a_single_long_play(compiled: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast_loop, "LONG", 1)
     assert plays(FastLoop(), 1) == [True]

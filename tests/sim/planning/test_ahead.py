@@ -15,20 +15,25 @@ import pytest
 
 import memo_sim
 from memo_sim.contract.catalog import load_cluster, load_model
-from memo_sim.contract.plan import Decisions
+from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.engine.fast_loop import FastLoop
 from memo_sim.engine.simulate import simulate
 from memo_sim.planning import ahead, findings
 from memo_sim.planning import plays as played
 from memo_sim.planning import search as searched
-from memo_sim.planning.ahead import Ahead, Number, Offer, Searching
+from memo_sim.planning.ahead import LOWERED, OUTCOME, Ahead, Number, Offer, Searching
+from memo_sim.planning.aims import Aims
 from memo_sim.planning.bounded_candidates import Bounded, BoundedLayout
+from memo_sim.planning.examination import Examination, Found
 from memo_sim.planning.findings import Findings
 from memo_sim.planning.lower_bounds import LowerBound
-from memo_sim.planning.outcome import Key
+from memo_sim.planning.outcome import Evaluated, Key
 from memo_sim.planning.processes import Kind, Message, Task, Team, working_with
 from memo_sim.planning.question import Pins, Question
+from memo_sim.planning.ranking import Ranking
+from memo_sim.planning.rivals import Opened
 from memo_sim.planning.search import SearchResult, play, search
+from memo_sim.planning.space import Space
 
 
 class Slow:
@@ -128,7 +133,8 @@ def test_the_result_does_not_depend_on_the_processes(name: str) -> None:
     alone, team = told(search(question, **settings)), SlowTeam(2, seed=2, most_steps=4, lost=0.1)
     with working_with(team):
         assert told(search(question, **settings)) == alone
-    assert team.named["outcome"]
+    assert team.named[OUTCOME]
+    assert team.named[LOWERED]
 
 
 @pytest.mark.slow
@@ -243,11 +249,15 @@ class Waiting:
         entries = [(one.least_key, (place, 0), one) for place, one in enumerate(every)]
         self.first, self.waiting = entries[: len(first)], entries[len(first) :]
         self.results: list[tuple[Task, object]] = []
+        self.expected: Key = (True, True, inf)
+        self.done: list[str] = []
+        """What it has done itself while it waited."""
+        self.heard: list[str] = []
 
     def unsent(self, _: object) -> tuple[Task, object] | None:
         return self.results.pop() if self.results else None
 
-    def next_name(self, one: Waits) -> str:
+    def next_name(self, one: Waits, most: Key) -> str:
         return "against ten seconds"
 
     def takes_long(self, one: Waits) -> bool:
@@ -256,10 +266,20 @@ class Waiting:
     def limit_key(self) -> Key:
         return (False, False, 10.0)
 
+    def expected_key(self) -> Key:
+        return min(self.limit_key(), self.expected)
+
+    def beside_itself(self, name: str) -> Iterator[tuple[str, Waits]]:
+        self.done.append(name)
+        yield OUTCOME, Waits(0.0, name)
+
+    def hear(self, found: Waits) -> None:
+        self.heard.append(found.name)
+
     def plays_next(self, one: Waits) -> bool:
         return one.name.startswith("play")
 
-    def offered(self, one: Waits, _: Key, soon: Key) -> Offer | None:
+    def offered(self, one: Waits, _: Key, soon: Key, most: Key) -> Offer | None:
         return None if self.plays_next(one) and one.least_key > soon else Offer((one.name,), ())
 
 
@@ -284,6 +304,54 @@ def test_a_process_begins_with_plays_and_goes_on_with_what_the_search_needs_last
     assert team.slow[0].asked == first
     others.give(9)
     assert team.slow[0].asked == [*first, ("first",), ("play late",)]
+
+
+def evaluated(here: dict[str, Any], name: str) -> Iterator[tuple[str, Waits]]:
+    yield OUTCOME, Waits(0.0, name)
+
+
+def test_a_search_that_waits_for_a_process_plays_what_else_may_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "NEXT", 1)
+    search, team = Waiting("play soon", "second", "third", "play late"), SlowTeam(1, seed=0, most_steps=0)
+    others = Ahead(team, cast("Searching", search), begin=(begin, ()), kept={}, task=evaluated)
+    others.give(2)
+    team.slow[0].step(dies=False)  # the task that begins
+    assert team.slow[0].asked == [(), ("play soon",)]
+    assert others.outcome(search.waiting[0][1]).name == "play soon"
+    assert search.done == ["second", "third", "play late"]
+    assert search.heard == [*search.done, "play soon"]
+
+
+def test_nothing_is_given_that_a_plan_beats_which_is_played_but_not_ranked() -> None:
+    search, team = Waiting("first", "second", "third", "fourth"), SlowTeam(1, seed=0)
+    others = Ahead(team, cast("Searching", search), begin=(begin, ()), kept={}, task=examined)
+    others.give(4)
+    assert team.slow[0].asked == [(), ("fourth",), ("third",), ("second",)]
+    search.expected = (False, False, 2.0)
+    others.give(9)  # what waits after the second is taken back
+    assert team.slow[0].asked[4:] == [("first",)]
+    assert len(team.slow[0].tasks) == 3
+
+
+def test_the_limit_is_expected_from_plays_of_this_search() -> None:
+    question, ranking = QUESTIONS["stages"][0], Ranking(1)
+    best = search(question).best
+    assert best is not None
+
+    def lasting(step_s: float, global_batch: int) -> tuple[Decisions, Prediction]:
+        decisions = msgspec.structs.replace(best.decisions, global_batch=global_batch)
+        return decisions, msgspec.structs.replace(best.prediction, step_s=step_s)
+
+    examination = Examination(question, Aims())
+    examination.plays.known |= dict([lasting(1.0, 2)])  # by an earlier search
+    found = Findings(examination, ranking, Opened(), Aims())
+    found.share(SlowTeam(1, seed=0), Space(question), goes_on=True)
+    found.hear(Found(None, dict([lasting(4.0, 4)])))
+    assert found.expected_key() == (True, True, inf)  # nothing is ranked
+    ranking.add(Evaluated(best.policy, *lasting(8.0, 8)))
+    assert found.expected_key() == (False, False, 4.0) < found.limit_key()
+    found.hear(Found(None, dict([lasting(16.0, 16)])))
+    assert found.expected_key() == (False, False, 4.0)
 
 
 def given(monkeypatch: pytest.MonkeyPatch, search: Waiting, queue: int, **numbers: int) -> list[object]:
