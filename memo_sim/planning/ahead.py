@@ -13,7 +13,7 @@ that turn out to be pruned are left out of it.
 
 Candidates whose bounds lose to the best plans so far are not given to processes, and are taken back from them. A plan
 that was played counts here before it is ranked. Before a process gets tasks, it gets the results of the search's own
-lowerings, and it sends back those of its own, so that none is repeated.
+lowerings, and it sends back those of its own, so that few are repeated.
 
 Where a search begins with work on many layouts, other processes do parts of that, too: ``divided``.
 """
@@ -81,7 +81,7 @@ class Searching(Protocol):
         """Return the largest key of a candidate that may matter."""
 
     def expected_key(self) -> Key:
-        """Return the limit that is known to come, of plans that are played but not ranked yet."""
+        """Return the limit that is likely to come next, where plans are played that are not ranked yet."""
 
     def takes_long(self, one: Any) -> bool:
         """Return whether the next bounds of a candidate or layout take long."""
@@ -107,8 +107,8 @@ class Searching(Protocol):
     def unsent(self, helper: Helper) -> tuple[Task, object] | None:
         """Return a task that gives a process the search's own new results, and them; None where there are none."""
 
-    def hear(self, found: Any) -> None:
-        """Use an outcome that has arrived, plans that were played, or results of lowerings."""
+    def hear(self, found: Any, helper: Helper | None) -> None:
+        """Use an outcome, plans that were played, or results of lowerings, from a process or from this one (None)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +169,8 @@ class Ahead:
         self._told: set[Helper] = set()
         self._known: dict[Number, _Known] = {}
         self._begun: dict[int, _Begun] = {}
+        self._dropped: dict[int, Helper] = {}
+        """The processes of tasks that were taken back."""
 
     def give(self, queue: int = QUEUE) -> None:
         """Give the next candidates to all processes, up to ``queue`` tasks, where one has at most half as many."""
@@ -248,21 +250,26 @@ class Ahead:
         name = self._team.next_name()
         return name if helper.give(name, task, *arguments) else None
 
-    def _offers(self, most: Key, helper: Helper | None) -> Iterator[tuple[Number, Bounded, Offer]]:
+    def _offers(
+        self, most: Key, helper: Helper | None, *, far: bool = False
+    ) -> Iterator[tuple[Number, Bounded, Offer]]:
         """Yield the next candidates that no process is at; none plays what another one plays.
 
         Another process (``helper``) begins with plans that are played: while this one plays, it gives nothing. Then
         come the last of the next ones, because the search is soon at the others itself, and would wait for the process
         that is at the same candidate. This process (None) begins with the first, and plays last: other tasks end where
-        plans would be played. Candidates beyond the next ones follow, but not for a process that has ``FEW`` tasks.
+        plans would be played. It plays what comes after the next ones only if ``far``. Candidates beyond the next ones
+        follow, but not for a process that has ``FEW`` tasks.
         """
         begun = {plan for begun in self._begun.values() for plan in begun.plays}.union(self._search.at)
         busy = {begun.number for begun in self._begun.values()}
         for found, last, soon in self._next(most):
             plays = [each for each in found if self._search.plays_next(each[1])]
             rest = [each for each in found if not self._search.plays_next(each[1])]
-            turns = [(plays, soon), (rest[::-1], soon)] if helper else [(rest, LEAST), (plays, soon)]
-            turns.append((plays, most))
+            if helper:
+                turns = [(plays, soon), (rest[::-1], soon), (plays, most)]
+            else:
+                turns = [(rest, LEAST), (plays, most if far else soon)]
             for number, one, until in ((*each, until) for turn, until in turns for each in turn):
                 if number in busy:
                     continue
@@ -311,8 +318,8 @@ class Ahead:
     def bounded(self, number: Number, one: Bounded) -> Any:
         """Return a candidate with its next bounds; None where no process has computed them or is about to.
 
-        Where bounds are known that pass the limit, it is these, even if they were computed against a longer time: the
-        search alone would prune the candidate as well, after the same bounds or earlier ones.
+        Where bounds are known that pass the limit, it is these, even if they were computed against another time: the
+        search alone would prune the candidate as well.
         """
         most = self._search.limit_key()
         name = self._search.next_name(one, most)
@@ -357,12 +364,11 @@ class Ahead:
         """Do the next task in this process, which waits for another one; return whether there was one."""
         most = self._search.expected_key()
         offer = next(self._offers(most, None), None)
-        if offer is None:  # take what another process has not begun
-            late = [name for name, begun in self._begun.items() if self._waits(name, begun)]
-            if not late:
-                return False
+        late = [name for name, begun in self._begun.items() if self._waits(name, begun)]
+        if offer is None and late:  # take what another process has not begun
             self._take_back(min(late, key=lambda name: self._begun[name].key))
             offer = next(self._offers(most, None), None)
+        offer = offer or next(self._offers(most, None, far=True), None)
         if offer is None:
             return False
         self._do(offer)
@@ -373,7 +379,7 @@ class Ahead:
         number, _, made = offer
         try:
             for name, part in self._search.beside_itself(*made.arguments):
-                self._keep(number, name, part)
+                self._keep(number, name, part, None)
         except Exception:  # it is raised again if the search comes to this candidate
             self._known.setdefault(number, _Known()).lost = True
 
@@ -385,6 +391,7 @@ class Ahead:
     def _take_back(self, name: int) -> None:
         begun = self._begun.pop(name)
         begun.helper.drop(name)
+        self._dropped[name] = begun.helper
 
     def _receive(self, *, block: bool) -> None:
         for message in self._team.messages(block=block):
@@ -392,23 +399,28 @@ class Ahead:
 
     def _note(self, message: Message) -> None:
         begun = self._begun.get(message.name)
-        if begun is None:  # a task of an earlier search, or one that was taken back
+        if begun is None:  # a task of an earlier search, or one that was taken back, perhaps too late
+            helper = self._dropped.get(message.name)
+            if helper is not None and message.kind is Kind.PART and message.part[0] in (PLAYED, LOWERED):
+                self._search.hear(message.part[1], helper)
             return
         if message.kind is not Kind.PART:
             del self._begun[message.name]
         if message.kind is Kind.LOST:
             self._known.setdefault(begun.number, _Known()).lost = True
         if message.kind is Kind.PART:
-            self._keep(begun.number, *message.part)
+            name, part = message.part
+            self._keep(begun.number, name, part, begun.helper)
 
-    def _keep(self, number: Number, name: Hashable, part: Any) -> None:
+    def _keep(self, number: Number, name: Hashable, part: Any, helper: Helper | None) -> None:
+        """Keep what is found out about a candidate, by a process or by this one (None)."""
         if name in (PLAYED, LOWERED):
-            self._search.hear(part)
+            self._search.hear(part, helper)
             return
         known = self._known.setdefault(number, _Known())
         if name == OUTCOME:
             known.outcome = part
-            self._search.hear(part)
+            self._search.hear(part, helper)
         else:
             known.bounds[name] = part
             if known.highest is None or known.highest.least_key < part.least_key:

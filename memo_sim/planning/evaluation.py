@@ -91,7 +91,7 @@ class Evaluation:
 
     def _lacks_memory(self, decisions: Decisions) -> bool:
         """Return whether lower bounds show that a plan needs more memory than there is, so that it has no step time."""
-        if not self._aims.prune or decisions in self._plays.known:
+        if not self._aims.prune:
             return False
         return self._bounds.shortfall_bytes(self._bounds.memory(decisions)) > 0
 

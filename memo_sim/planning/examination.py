@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from msgspec import Struct
+
 from memo_sim.contract.plan import Decisions, Layout, Prediction
 from memo_sim.planning.ahead import LOWERED, OUTCOME, PLAYED
 from memo_sim.planning.aims import Aims
@@ -19,6 +21,9 @@ from memo_sim.planning.presets import Policy
 from memo_sim.planning.question import Question
 from memo_sim.planning.rivals import Rivals
 from memo_sim.planning.space import Space
+
+OF_MEMORY = frozenset({"device_memory_bytes", "host_memory_bytes", "sources"})
+"""Fields of a profile and of a cluster that no pass depends on: sizes of memory, and where numbers are from."""
 
 TOLD = "told"
 """Where a process keeps how many results of its lowerings the search has got (``Passes.counts``)."""
@@ -39,7 +44,7 @@ class Needed:
     known: dict[Decisions, Prediction]
     """Plans that need not be played again."""
     compiled: bool
-    """Whether to play in the compiled loop (``plays.is_compiled``)."""
+    """Whether the search plays in the compiled loop (``plays.is_compiled``), and so the process, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +127,17 @@ def begin(
 
 
 def _same_devices(question: Question, other: Question) -> bool:
-    """Return whether passes that were lowered for one question serve the other."""
-    return question.hardware == other.hardware and question.cluster == other.cluster
+    """Return whether passes that were lowered for one question serve the other; sizes of memory change none."""
+    pairs: tuple[tuple[Struct, Struct], ...] = (
+        (question.hardware, other.hardware),
+        (question.cluster, other.cluster),
+    )
+    return all(
+        getattr(one, name) == getattr(another, name)
+        for one, another in pairs
+        for name in one.__struct_fields__
+        if name not in OF_MEMORY
+    )
 
 
 def learn(here: dict[str, Any], lowered: Lowered) -> Iterator[object]:
@@ -155,7 +169,7 @@ def examine(here: dict[str, Any], one: Bounded | BoundedLayout, needed: Needed) 
 
 
 def _examination(here: dict[str, Any]) -> Examination:
-    """Return what a process keeps; one that was forked has it from the search, which knows what is known by then."""
+    """Return what a process keeps; one that was forked has it from the search, with results that need not be told."""
     examination: Examination = here["examination"]
     here.setdefault(TOLD, examination.passes.counts)
     return examination

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from functools import partial
 from itertools import islice
+from math import inf
 
 import msgspec
 
@@ -20,6 +21,7 @@ from memo_sim.planning.processes import Helper, Task, Team
 from memo_sim.planning.ranking import Ranking
 from memo_sim.planning.rivals import Opened, Rivals
 from memo_sim.planning.space import Candidate, Space
+from memo_sim.planning.subsequences import swap_each
 
 Waiting = tuple[Key, Number, Bounded | BoundedLayout]
 """What may still be the best: its least key, its number, and a candidate or layout."""
@@ -46,8 +48,10 @@ class Findings:
         """How many of the passes' results each process has got."""
         self._earlier = examination.passes.counts
         """How many of them are from earlier searches."""
-        self._played_earlier = 0
-        """How many plays are from earlier searches; their plans need not be candidates of this one."""
+        self._plays_seen = 0
+        """How many plays are counted in ``_fastest_s``, or are from earlier searches."""
+        self._fastest_s = inf
+        """The least step seconds of candidates' plans that were played."""
         self.first: list[Waiting] = []
         """What is looked at before all that waits, as a heap."""
         self.waiting: list[Waiting] = []
@@ -61,7 +65,7 @@ class Findings:
         """Let other processes work ahead. ``goes_on``: whether the search uses the passes of an earlier one."""
         examination = self._examination
         first = (begin, (examination.question, self._aims, space.policies, goes_on))
-        self._played_earlier = len(examination.plays.known)
+        self._plays_seen = len(examination.plays.known)
         self._ahead = Ahead(team, self, begin=first, kept={"examination": examination}, task=examine)
         examination.plays.before = partial(self._ahead.give, LONG_QUEUE)
 
@@ -118,16 +122,23 @@ class Findings:
         return (True, True, float("inf")) if self.all_matter or last is None else last[:3]
 
     def expected_key(self) -> Key:
-        """Return the key of the fastest plan that this search has played; its candidate may not be evaluated yet.
+        """Return the limit, or the key of the fastest played plan where that is lower: likely the next limit.
 
-        That is known to come once a plan is ranked, and where the best plan alone is kept.
+        That plan is a candidate's, which may not be evaluated yet. Plays count where the best plan alone is kept, and
+        once one is ranked.
         """
-        most = self.limit_key()
+        most, known = self.limit_key(), self._examination.plays.known
         if most[0] or self._aims.keep > 1:
             return most
-        played = islice(self._examination.plays.known.values(), self._played_earlier, None)
-        steps = (each.step_s for each in played)
-        return min([most, *((False, False, ranked_s(step_s)) for step_s in steps if step_s is not None)])
+        for decisions, prediction in islice(known.items(), self._plays_seen, None):
+            if prediction.step_s is not None and self._is_of_candidate(decisions):
+                self._fastest_s = min(self._fastest_s, ranked_s(prediction.step_s))
+        self._plays_seen = len(known)
+        return min(most, (False, False, self._fastest_s))
+
+    def _is_of_candidate(self, decisions: Decisions) -> bool:
+        """Return whether a plan is a candidate, or one with open alpha has it; others are played for comparison."""
+        return decisions in self._opened or swap_each(decisions, 0) in self._opened
 
     def _limit_s(self, most: Key) -> float:
         """Return the step seconds of the limit ``most``, or of the last of the best plans where that tells nothing."""
@@ -185,9 +196,13 @@ class Findings:
         sent, self._sent[helper] = self._sent.get(helper, self._earlier), passes.counts
         return None if sent == passes.counts else (learn, passes.lowered_since(sent))
 
-    def hear(self, found: Found | Lowered) -> None:
-        """Keep the predictions or the results of lowerings of another process."""
-        if isinstance(found, Lowered):
-            self._examination.passes.learn(found)
-        else:
+    def hear(self, found: Found | Lowered, helper: Helper | None) -> None:
+        """Keep the predictions or the results of lowerings of another process, or predictions of this one."""
+        if isinstance(found, Found):
             self._examination.plays.known.update(found.used)
+            return
+        passes = self._examination.passes
+        all_sent = helper is not None and self._sent.get(helper, self._earlier) == passes.counts
+        passes.learn(found)
+        if all_sent and helper is not None:  # else it gets its own results, too, with those that came before them
+            self._sent[helper] = passes.counts

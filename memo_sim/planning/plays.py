@@ -121,7 +121,7 @@ def is_compiled() -> bool:
 
 
 def play_beside(*, compiled: bool) -> None:
-    """Play what follows in the compiled loop if the process does that this one helps, or if it is compiled already."""
+    """Play what follows in the compiled loop if the search does that this process helps, or where a file holds it."""
     run_fast.beside(compiled)
 
 

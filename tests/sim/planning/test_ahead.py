@@ -6,6 +6,7 @@ import pickle
 import random
 from collections import Counter, deque
 from collections.abc import Iterator
+from dataclasses import fields, replace
 from math import inf
 from typing import Any, cast
 from unittest import mock
@@ -14,26 +15,29 @@ import msgspec
 import pytest
 
 import memo_sim
+from memo_sim.answers.more_memory import with_one_more_gib
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.engine.fast_loop import FastLoop
 from memo_sim.engine.simulate import simulate
-from memo_sim.planning import ahead, findings
+from memo_sim.planning import ahead, examination, findings
 from memo_sim.planning import plays as played
 from memo_sim.planning import search as searched
 from memo_sim.planning.ahead import LOWERED, OUTCOME, Ahead, Number, Offer, Searching
 from memo_sim.planning.aims import Aims
 from memo_sim.planning.bounded_candidates import Bounded, BoundedLayout
-from memo_sim.planning.examination import Examination, Found
+from memo_sim.planning.examination import Examination, Found, Needed
+from memo_sim.planning.few_layers import Lowered
 from memo_sim.planning.findings import Findings
 from memo_sim.planning.lower_bounds import LowerBound
 from memo_sim.planning.outcome import Evaluated, Key
 from memo_sim.planning.processes import Kind, Message, Task, Team, working_with
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.ranking import Ranking
-from memo_sim.planning.rivals import Opened
+from memo_sim.planning.rivals import Opened, Rivals
 from memo_sim.planning.search import SearchResult, play, search
-from memo_sim.planning.space import Space
+from memo_sim.planning.space import Candidate, Space
+from memo_sim.planning.subsequences import swap_each
 
 
 class Slow:
@@ -123,6 +127,16 @@ QUESTIONS: dict[str, tuple[Question, dict[str, Any]]] = {
     "all": (asked(2, pins=Pins(**ALONE)), {"prune": False}),
     "enough": (asked(2), {"enough_s": float("inf")}),
     "stages": (asked(2, system="every-layout", global_batch=4, pins=Pins(pp=2, memory_policy="planned")), {"keep": 1}),
+    "kept": (
+        Question(
+            load_model("gpt-7b"),
+            *load_cluster("a800-1x8"),
+            1 << 17,
+            system="any",
+            pins=Pins(tp=8, memory_policy="planned"),
+        ),
+        {"keep": 1},
+    ),
     "subsequences": (asked(2, system="sppo", pins=Pins(subsequences=2)), {"keep": 2, "siblings": inf}),
 }
 
@@ -273,7 +287,7 @@ class Waiting:
         self.done.append(name)
         yield OUTCOME, Waits(0.0, name)
 
-    def hear(self, found: Waits) -> None:
+    def hear(self, found: Waits, helper: object) -> None:
         self.heard.append(found.name)
 
     def plays_next(self, one: Waits) -> bool:
@@ -342,16 +356,111 @@ def test_the_limit_is_expected_from_plays_of_this_search() -> None:
         decisions = msgspec.structs.replace(best.decisions, global_batch=global_batch)
         return decisions, msgspec.structs.replace(best.prediction, step_s=step_s)
 
-    examination = Examination(question, Aims())
-    examination.plays.known |= dict([lasting(1.0, 2)])  # by an earlier search
-    found = Findings(examination, ranking, Opened(), Aims())
+    examined_here, opened = Examination(question, Aims()), Opened()
+    examined_here.plays.known |= dict([lasting(1.0, 2)])  # by an earlier search
+    for batch in (2, 4, 8, 16):
+        base = swap_each(lasting(1.0, batch)[0], 0)
+        opened.add(base.layout, [Candidate(base, best.policy)])
+    found = Findings(examined_here, ranking, opened, Aims())
     found.share(SlowTeam(1, seed=0), Space(question), goes_on=True)
-    found.hear(Found(None, dict([lasting(4.0, 4)])))
+    found.hear(Found(None, dict([lasting(3.0, 32), lasting(4.0, 4)])), None)  # 32 is of no candidate
     assert found.expected_key() == (True, True, inf)  # nothing is ranked
     ranking.add(Evaluated(best.policy, *lasting(8.0, 8)))
     assert found.expected_key() == (False, False, 4.0) < found.limit_key()
-    found.hear(Found(None, dict([lasting(16.0, 16)])))
+    found.hear(Found(None, dict([lasting(16.0, 16)])), None)
     assert found.expected_key() == (False, False, 4.0)
+
+
+def lowered_by(parts: Iterator[Any]) -> dict[str, int]:
+    """Return how many results of each kind a task tells."""
+    found = [part for name, part in parts if name == LOWERED]
+    return {each.name: sum(len(getattr(one, each.name)) for one in found) for each in fields(Lowered)}
+
+
+def test_a_process_tells_each_result_of_its_lowerings_once_and_none_that_it_was_told() -> None:
+    question, here = QUESTIONS["stages"][0], dict[str, Any]()
+    space = Space(question)
+    list(examination.begin(here, question, Aims(), space.policies, goes_on=False))
+    passes = here["examination"].passes
+    none = Rivals(None, None)
+    needed = Needed((True, True, inf), (True, True, inf), inf, none, known={}, compiled=False)
+    candidates = [Bounded(one, next_bound="layers") for layout in space.layouts[:2] for one in space.of(layout)]
+    firsts = [msgspec.structs.replace(one, bound=LowerBound(0.0, 0, 0)) for one in candidates]
+
+    def told_now(one: Bounded) -> dict[str, int]:
+        before = passes.counts
+        told = lowered_by(examination.examine(here, one, needed))
+        assert list(told.values()) == [after - was for after, was in zip(passes.counts, before, strict=True)]
+        return told
+
+    assert any(told_now(firsts[0]).values())
+    assert not any(told_now(firsts[0]).values())
+    elsewhere = Examination(question, Aims())
+    elsewhere.space = space
+    list(elsewhere.parts(firsts[-1], needed))
+    nothing = Examination(question, Aims()).passes.counts
+    examination.learn(here, elsewhere.passes.lowered_since(nothing))
+    assert not any(told_now(firsts[-1]).values())
+    # What was found without being told is told with the next part, even if results were learned in between.
+    before = passes.counts
+    here["examination"].tightened(firsts[1], inf)
+    untold = passes.counts
+    assert untold != before
+    examination.learn(here, elsewhere.passes.lowered_since(nothing))
+    assert any(lowered_by(examination.examine(here, firsts[-1], needed)).values())
+    list(examination.begin(here, question, Aims(), space.policies, goes_on=False))  # another search
+    passes = here["examination"].passes
+    assert any(told_now(firsts[0]).values())
+
+
+def test_results_of_a_process_are_known_to_the_search_and_not_sent_back() -> None:
+    question, team = QUESTIONS["stages"][0], SlowTeam(2, seed=0)
+    there = Examination(question, Aims())
+    nothing = there.passes.counts
+    keep = Space(question).of(Space(question).layouts[0])[0].base
+    there.bounds.of_plans.of(keep)
+    here = Examination(question, Aims())
+    found = Findings(here, Ranking(1), Opened(), Aims())
+    found.share(team, Space(question), goes_on=False)
+    author, other = team.helpers("", {})
+    found.hear(there.passes.lowered_since(nothing), author)
+    assert here.passes.counts == there.passes.counts != nothing
+    assert found.unsent(author) is None
+    assert found.unsent(other) is not None
+
+
+@pytest.mark.parametrize(
+    ("cluster", "devices", "same"),
+    [("a800-1x2", "a800-1x2", True), ("a800-2x1", "a800-2x1", False), ("a800-1x2", "a100-1x2", False)],
+)
+def test_a_process_keeps_passes_for_a_question_on_the_same_devices(cluster: str, devices: str, same: bool) -> None:
+    """One GiB more changes no pass: the search for what it buys goes on with them."""
+    first, here = QUESTIONS["stages"][0], dict[str, Any]()
+    space = Space(first)
+    list(examination.begin(here, first, Aims(), space.policies, goes_on=False))
+    here["examination"].bounds.of_plans.of(space.of(space.layouts[0])[0].base)
+    counts = here["examination"].passes.counts
+    second = replace(first, cluster=load_cluster(cluster)[0], hardware=load_cluster(devices)[1])
+    second = with_one_more_gib(second, "device")
+    list(examination.begin(here, second, Aims(), space.policies, goes_on=True))
+    assert (here["examination"].passes.counts == counts) == same
+
+
+def test_what_a_task_finds_that_is_taken_back_too_late_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "NEXT", 1)
+    search, team = Waiting("first", "second"), SlowTeam(1, seed=0, most_steps=0)
+
+    def lowering(here: dict[str, Any], name: str) -> Iterator[tuple[str, Waits]]:
+        yield LOWERED, Waits(0.0, name)
+
+    others = Ahead(team, cast("Searching", search), begin=(begin, ()), kept={}, task=lowering)
+    others.give(3)
+    late = team.slow[0].tasks[-1]
+    others.end()
+    monkeypatch.setattr(team, "messages", lambda block: iter([Message(late, Kind.PART, (LOWERED, Waits(0.0, "late")))]))
+    search.waiting.clear()
+    others.give()
+    assert search.heard == ["late"]
 
 
 def given(monkeypatch: pytest.MonkeyPatch, search: Waiting, queue: int, **numbers: int) -> list[object]:
