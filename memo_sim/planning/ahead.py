@@ -364,11 +364,11 @@ class Ahead:
         """Do the next task in this process, which waits for another one; return whether there was one."""
         most = self._search.expected_key()
         offer = next(self._offers(most, None), None)
-        late = [name for name, begun in self._begun.items() if self._waits(name, begun)]
-        if offer is None and late:  # take what another process has not begun
-            self._take_back(min(late, key=lambda name: self._begun[name].key))
-            offer = next(self._offers(most, None), None)
-        offer = offer or next(self._offers(most, None, far=True), None)
+        if offer is None:  # take what another process has not begun
+            late = [name for name, begun in self._begun.items() if self._waits(name, begun)]
+            if late:
+                self._take_back(min(late, key=lambda name: self._begun[name].key))
+            offer = next(self._offers(most, None), None) or next(self._offers(most, None, far=True), None)
         if offer is None:
             return False
         self._do(offer)

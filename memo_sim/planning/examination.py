@@ -25,8 +25,8 @@ from memo_sim.planning.space import Space
 OF_MEMORY = frozenset({"device_memory_bytes", "host_memory_bytes", "sources"})
 """Fields of a profile and of a cluster that no pass depends on: sizes of memory, and where numbers are from."""
 
-TOLD = "told"
-"""Where a process keeps how many results of its lowerings the search has got (``Passes.counts``)."""
+SENT = "sent"
+"""Where a process keeps how many results of its lowerings need not be sent to the search (``Passes.counts``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def begin(
     passes = before.passes if goes_on and before is not None and _same_devices(before.question, question) else None
     here["examination"] = made = Examination(question, aims, passes)
     made.space = Space(question, policies)
-    here[TOLD] = made.passes.counts
+    here[SENT] = made.passes.counts
     return iter(())
 
 
@@ -143,10 +143,7 @@ def _same_devices(question: Question, other: Question) -> bool:
 def learn(here: dict[str, Any], lowered: Lowered) -> Iterator[object]:
     """Keep in another process the results of the search's lowerings."""
     passes = _examination(here).passes
-    all_told = here[TOLD] == passes.counts
-    passes.learn(lowered)
-    if all_told:  # else these are told, too, with those that came before them
-        here[TOLD] = passes.counts
+    here[SENT] = passes.learn(lowered, here[SENT])
     return iter(())
 
 
@@ -156,20 +153,20 @@ def bound_layouts(here: dict[str, Any], found: Sequence[Layout]) -> Iterator[lis
 
 
 def examine(here: dict[str, Any], one: Bounded | BoundedLayout, needed: Needed) -> Iterator[tuple[Hashable, object]]:
-    """Examine a candidate or layout in another process, which also tells the results of its lowerings."""
+    """Examine a candidate or layout in another process, which also sends the results of its lowerings."""
     examination = _examination(here)
     examination.plays.stand_aside()
     play_beside(compiled=needed.compiled)
     passes = examination.passes
     for part in examination.parts(one, needed):
-        if here[TOLD] != passes.counts:
-            yield LOWERED, passes.lowered_since(here[TOLD])
-            here[TOLD] = passes.counts
+        if here[SENT] != passes.counts:
+            yield LOWERED, passes.lowered_since(here[SENT])
+            here[SENT] = passes.counts
         yield part
 
 
 def _examination(here: dict[str, Any]) -> Examination:
-    """Return what a process keeps; one that was forked has it from the search, with results that need not be told."""
+    """Return what a process keeps; one that was forked has it from the search, with results that need not be sent."""
     examination: Examination = here["examination"]
-    here.setdefault(TOLD, examination.passes.counts)
+    here.setdefault(SENT, examination.passes.counts)
     return examination

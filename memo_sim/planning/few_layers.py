@@ -273,12 +273,17 @@ class Passes:
             _after(self._peaks, peaks),
         )
 
-    def learn(self, lowered: Lowered) -> None:
-        """Keep results of another process's lowerings."""
+    def learn(self, lowered: Lowered, sent: Counts) -> Counts:
+        """Keep results of another process's lowerings, and return how many results need not be sent to it then.
+
+        ``sent``: how many before. If some of them are still unsent, it also gets its own results back, with those.
+        """
+        all_sent = sent == self.counts
         self._kernels |= lowered.kernels
         self._lanes |= lowered.lanes
         self._halves |= lowered.halves
         self._peaks |= lowered.peaks
+        return self.counts if all_sent else sent
 
     def of(self, decisions: Decisions, layers: Sequence[LayerShape]) -> Pass:
         """Return the pass of one micro-batch through ``layers``.

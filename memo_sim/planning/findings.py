@@ -137,7 +137,7 @@ class Findings:
         return min(most, (False, False, self._fastest_s))
 
     def _is_of_candidate(self, decisions: Decisions) -> bool:
-        """Return whether a plan is a candidate, or one with open alpha has it; others are played for comparison."""
+        """Return whether a plan is a candidate's, at any alpha; other plans are played for comparison."""
         return decisions in self._opened or swap_each(decisions, 0) in self._opened
 
     def _limit_s(self, most: Key) -> float:
@@ -201,8 +201,6 @@ class Findings:
         if isinstance(found, Found):
             self._examination.plays.known.update(found.used)
             return
-        passes = self._examination.passes
-        all_sent = helper is not None and self._sent.get(helper, self._earlier) == passes.counts
-        passes.learn(found)
-        if all_sent and helper is not None:  # else it gets its own results, too, with those that came before them
-            self._sent[helper] = passes.counts
+        assert helper is not None
+        sent = self._sent.get(helper, self._earlier)
+        self._sent[helper] = self._examination.passes.learn(found, sent)

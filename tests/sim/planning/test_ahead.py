@@ -372,12 +372,12 @@ def test_the_limit_is_expected_from_plays_of_this_search() -> None:
 
 
 def lowered_by(parts: Iterator[Any]) -> dict[str, int]:
-    """Return how many results of each kind a task tells."""
+    """Return how many results of each kind a task sends."""
     found = [part for name, part in parts if name == LOWERED]
     return {each.name: sum(len(getattr(one, each.name)) for one in found) for each in fields(Lowered)}
 
 
-def test_a_process_tells_each_result_of_its_lowerings_once_and_none_that_it_was_told() -> None:
+def test_a_process_sends_each_result_of_its_lowerings_once_and_none_that_it_received() -> None:
     question, here = QUESTIONS["stages"][0], dict[str, Any]()
     space = Space(question)
     list(examination.begin(here, question, Aims(), space.policies, goes_on=False))
@@ -387,30 +387,29 @@ def test_a_process_tells_each_result_of_its_lowerings_once_and_none_that_it_was_
     candidates = [Bounded(one, next_bound="layers") for layout in space.layouts[:2] for one in space.of(layout)]
     firsts = [msgspec.structs.replace(one, bound=LowerBound(0.0, 0, 0)) for one in candidates]
 
-    def told_now(one: Bounded) -> dict[str, int]:
+    def sent_now(one: Bounded) -> dict[str, int]:
         before = passes.counts
-        told = lowered_by(examination.examine(here, one, needed))
-        assert list(told.values()) == [after - was for after, was in zip(passes.counts, before, strict=True)]
-        return told
+        sent = lowered_by(examination.examine(here, one, needed))
+        assert list(sent.values()) == [after - was for after, was in zip(passes.counts, before, strict=True)]
+        return sent
 
-    assert any(told_now(firsts[0]).values())
-    assert not any(told_now(firsts[0]).values())
+    assert any(sent_now(firsts[0]).values())
+    assert not any(sent_now(firsts[0]).values())
     elsewhere = Examination(question, Aims())
     elsewhere.space = space
     list(elsewhere.parts(firsts[-1], needed))
     nothing = Examination(question, Aims()).passes.counts
     examination.learn(here, elsewhere.passes.lowered_since(nothing))
-    assert not any(told_now(firsts[-1]).values())
-    # What was found without being told is told with the next part, even if results were learned in between.
+    assert not any(sent_now(firsts[-1]).values())
+    # Unsent results are sent with the next part, even if the process has received others in between.
     before = passes.counts
     here["examination"].tightened(firsts[1], inf)
-    untold = passes.counts
-    assert untold != before
+    assert passes.counts != before
     examination.learn(here, elsewhere.passes.lowered_since(nothing))
     assert any(lowered_by(examination.examine(here, firsts[-1], needed)).values())
     list(examination.begin(here, question, Aims(), space.policies, goes_on=False))  # another search
     passes = here["examination"].passes
-    assert any(told_now(firsts[0]).values())
+    assert any(sent_now(firsts[0]).values())
 
 
 def test_results_of_a_process_are_known_to_the_search_and_not_sent_back() -> None:

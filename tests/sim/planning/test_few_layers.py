@@ -314,8 +314,9 @@ def test_what_another_process_has_lowered_is_not_lowered_again(
     nothing = here.counts
     lowered = told(here)
     assert here.counts != nothing
-    there.learn(pickle.loads(pickle.dumps(here.lowered_since(nothing))))
-    assert there.counts == here.counts
+    sent = there.learn(pickle.loads(pickle.dumps(here.lowered_since(nothing))), nothing)
+    assert sent == there.counts == here.counts
+    assert there.learn(here.lowered_since(nothing), nothing) == nothing  # what was known before is still unsent
     assert not any(getattr(there.lowered_since(here.counts), each.name) for each in fields(Lowered))
     monkeypatch.setattr(few_layers, "_FewLayers", None)
     assert told(there) == lowered
