@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from benchmarks.environment import with_bytecode
 from benchmarks.peak import peak_mib
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.cycles import look_seldom
@@ -136,7 +137,9 @@ def fresh(runs: int) -> None:
             for _ in range(runs + 1):  # the first one may compile
                 began = time.perf_counter()
                 said = subprocess.check_output(
-                    [sys.executable, "-m", "benchmarks.planner", "--evaluate", loop, "--with", numba], text=True
+                    [sys.executable, "-m", "benchmarks.planner", "--evaluate", loop, "--with", numba],
+                    env=with_bytecode(),
+                    text=True,
                 )
                 seconds.append(time.perf_counter() - began)
             step, mib = said.split()
