@@ -89,6 +89,6 @@ def _least_step_s(bounds: LowerBounds, grid: Grid, first: int, last: int, limit_
     if few:
         if (few_s := max(bounds.step_s_between(low, high), bounds.of_passes(low, high))) >= limit_s:
             return few_s
-        if bounds.shortfall_bytes(bounds.between(low, high)):
+        if bounds.shortfall_bytes(bounds.memory_between(low, high)):
             return inf
     return bounds.of_one_stage(low, high, limit_s)

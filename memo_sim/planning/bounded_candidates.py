@@ -358,18 +358,18 @@ class CandidateBounds:
         return self._least_s[keeping]
 
     def _of_layers(self, candidate: Candidate) -> LowerBound:
-        bounds = self.of_plans
+        bounds, base = self.of_plans, candidate.base
         if candidate.policy.alpha is not None:
-            return bounds.of(candidate.base)
+            return bounds.where_it_fits(base, base)
         partial = candidate.policy.swaps_some
         grid, low, most = self._held(candidate)
         if most < low:
-            return bounds.of(candidate.base)
+            return bounds.where_it_fits(base, base)
         if not partial:
-            return bounds.between(grid.at(low), grid.at(most))
+            return bounds.where_it_fits(grid.at(low), grid.at(most))
         bound = bounds.rough(grid.at(most), keep=None)
         if not bounds.exceeds_device(bound):
-            bound = bounds.between(grid.at(most), grid.at(most))
+            bound = bounds.memory_between(grid.at(most), grid.at(most))
             # Where no alpha fits, no time is asked for.
             fits, step_s = not bounds.exceeds_device(bound), 0.0
             if fits:
@@ -407,7 +407,7 @@ class CandidateBounds:
         grid, low, most = self._held(candidate)
         high = grid.steps - partial
         pairs = list(pairwise(edges_of(low, most, width))) or [(most, most)]
-        found = [bounds.between(grid.at(first), grid.at(last)) for first, last in pairs]
+        found = [bounds.where_it_fits(grid.at(first), grid.at(last)) for first, last in pairs]
         may_fit = [bound for bound in found if not bounds.shortfall_bytes(bound)]
         if not may_fit and partial and most < high:
             short = self._least_short(grid, most, min(map(bounds.shortfall_bytes, found)))
@@ -433,9 +433,9 @@ class CandidateBounds:
         """Return what no alpha is below; of time, from ranges of which the fastest is halved until it needs enough."""
         bounds, steps = self.of_plans, self._steps(candidate)
         if steps is None:
-            return bounds.of(candidate.base)
+            return bounds.where_it_fits(candidate.base, candidate.base)
         grid, low, most = steps
-        bound = bounds.between(grid.at(low), grid.at(most))
+        bound = bounds.memory_between(grid.at(low), grid.at(most))
         if bounds.shortfall_bytes(bound):
             return bound
         waiting: list[tuple[float, int, int]] = []

@@ -198,15 +198,63 @@ class LowerBounds:
         Raises:
             Infeasible: when the plan cannot be lowered, or the profile has not measured its work.
         """
-        return self._bound(decisions, decisions, self._parts(decisions))
+        return self.between(decisions, decisions)
 
     def between(self, low: Decisions, high: Decisions) -> LowerBound:
         """Return lower bounds for all plans that swap at least as many rows as ``low`` and at most as many as ``high``.
 
         With more swapped rows, fewer rows are recomputed and copied, device memory does not grow, and host memory
         grows. A forward that is cut into two row blocks is no faster than a whole one.
+
+        Raises:
+            Infeasible: see ``of``.
         """
-        return self._bound(low, high, self._either(low, high))
+        return replace(self.memory_between(low, high), step_s=self.step_s_between(low, high))
+
+    def where_it_fits(self, low: Decisions, high: Decisions) -> LowerBound:
+        """Return the bounds of ``between``, but no step seconds where no plan fits: nobody asks for them then.
+
+        Raises:
+            Infeasible: see ``of``.
+        """
+        bound = self.memory_between(low, high)
+        if self.shortfall_bytes(bound):
+            return bound
+        return replace(bound, step_s=self.step_s_between(low, high))
+
+    def memory_between(self, low: Decisions, high: Decisions) -> LowerBound:
+        """Return the lower bounds of ``between`` of memory alone, from a few lowered layers; the step takes 0 seconds.
+
+        Raises:
+            Infeasible: see ``of``.
+        """
+        device, host = self._states(low)
+        layout = low.layout
+        if layout.multiplexed:  # helper stages hold, swap and exchange other rows than their own: only this is certain
+            return LowerBound(0.0, device, host * self._local(low), self._beside_bytes(low))
+        # The first stage is ahead of its first backward by as many micro-batches as there are stages; with GPipe, by
+        # all. With subsequences, it is ahead by as many subsequences, and by all those of one micro-batch. With an
+        # offload window, a layer's rows leave before its backward begins, so how many are held is not known.
+        stages = layout.pp if layout.subsequences == 1 else 1
+        ahead = low.micro_batches if layout.schedule == "gpipe" else min(low.micro_batches, stages)
+        kept = layout.pp > 1 and not low.offload_window
+        in_flight = ahead * len(stages_of(low)[0].layers) if kept else 0
+        # Modules of a framework keep more than the program, but not all of what it keeps.
+        written_over = self._written_over_bytes(low)
+        found = [self._held(each) for each in dict.fromkeys((low, high))]
+        held_bytes = min(held.device_bytes for held, _ in found)
+        least = 0 if low.modules == "huggingface" else held_bytes - written_over
+        layer_bytes = min(added for _, added in found)
+        if _unlike_stages(low):  # of which others may swap less than the one above
+            host_bytes = min(self.memory(each).host_bytes_per_node for each in dict.fromkeys((low, high)))
+        else:
+            host_bytes = (host + min(held.host_bytes for held, _ in found)) * self._local(low)
+        return LowerBound(
+            step_s=0.0,
+            device_bytes=max(device + int(max(least, in_flight * layer_bytes)), self._in_flight(high)),
+            host_bytes_per_node=host_bytes,
+            beside_bytes=self._beside_bytes(low),
+        )
 
     def step_s_between(self, low: Decisions, high: Decisions) -> float:
         """Return the lower bound of ``between`` of the step seconds alone; which buffers live is not computed.
@@ -486,7 +534,7 @@ class LowerBounds:
         """Return whether the plan is known not to fit, or to take at least ``limit_s``."""
         if self.lack_host(decisions):
             return True
-        bound = self.of(decisions)
+        bound = self.where_it_fits(decisions, decisions)
         if bound.step_s >= limit_s or self.shortfall_bytes(bound) > 0:
             return True
         if limit_s == inf or decisions.layout.pp == 1:  # without stages, one stage alone is the plan
@@ -504,7 +552,7 @@ class LowerBounds:
             return True
         if of_stage := self.of_fullest_stage(decisions):
             return of_stage.total > self.device_room_bytes
-        return lowered and self.exceeds_device(self.of(decisions))
+        return lowered and self.exceeds_device(self.memory_between(decisions, decisions))
 
     def exceeds_device(self, bound: LowerBound) -> bool:
         """Return whether plans with this bound need more device memory than there is."""
@@ -684,38 +732,6 @@ class LowerBounds:
         head_s = sum(part.head_compute_s for part in of_kinds[0])
         whole = replace(layers, compute_s=layers.compute_s + head_s, head_s=head_s)
         return _Parts(whole, each)
-
-    def _bound(self, decisions: Decisions, high: Decisions, parts: _Parts) -> LowerBound:
-        """Return the bounds of ``between``, whose fewest swapped rows are those of ``decisions``."""
-        ends = self._ends.of(decisions)
-        device, host = self._states(decisions)
-        layout = decisions.layout
-        if layout.multiplexed:  # helper stages hold, swap and exchange other rows than their own: only this is certain
-            host *= self._local(decisions)
-            return LowerBound(self._shared_s(parts.whole, layout.pp), device, host, self._beside_bytes(decisions))
-        # The first stage is ahead of its first backward by as many micro-batches as there are stages; with GPipe, by
-        # all. With subsequences, it is ahead by as many subsequences, and by all those of one micro-batch. With an
-        # offload window, a layer's rows leave before its backward begins, so how many are held is not known.
-        stages = layout.pp if layout.subsequences == 1 else 1
-        ahead = decisions.micro_batches if layout.schedule == "gpipe" else min(decisions.micro_batches, stages)
-        kept = layout.pp > 1 and not decisions.offload_window
-        in_flight = ahead * len(stages_of(decisions)[0].layers) if kept else 0
-        # Modules of a framework keep more than the program, but not all of what it keeps.
-        written_over = self._written_over_bytes(decisions)
-        found = [self._held(each) for each in dict.fromkeys((decisions, high))]
-        held_bytes = min(held.device_bytes for held, _ in found)
-        least = 0 if decisions.modules == "huggingface" else held_bytes - written_over
-        layer_bytes = min(added for _, added in found)
-        if _unlike_stages(decisions):  # of which others may swap less than the one above
-            host_bytes = min(self.memory(each).host_bytes_per_node for each in dict.fromkeys((decisions, high)))
-        else:
-            host_bytes = (host + min(held.host_bytes for held, _ in found)) * self._local(decisions)
-        return LowerBound(
-            step_s=self._step_s(decisions, parts, ends),
-            device_bytes=max(device + int(max(least, in_flight * layer_bytes)), self._in_flight(high)),
-            host_bytes_per_node=host_bytes,
-            beside_bytes=self._beside_bytes(decisions),
-        )
 
     def _beside_bytes(self, decisions: Decisions) -> int:
         """Return a lower bound of what communicators take on a device, less what the profile reserves for them."""

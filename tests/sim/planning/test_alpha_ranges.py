@@ -35,7 +35,7 @@ class Bounds:
     def step_s_between(self, low: int, high: int) -> float:
         return 0.9 * min(self.step_s[low : high + 1])
 
-    def between(self, low: int, high: int) -> Found:
+    def memory_between(self, low: int, high: int) -> Found:
         return Found(self.step_s_between(low, high))
 
     def shortfall_bytes(self, bound: Found) -> int:

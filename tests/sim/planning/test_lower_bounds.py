@@ -401,6 +401,21 @@ def test_a_range_of_alphas_lies_above_its_lower_bound() -> None:
             assert bound.host_bytes_per_node <= played.peak_host_bytes_per_node
 
 
+@pytest.mark.parametrize("free_bytes", [0, -1])
+def test_no_time_is_bound_where_no_plan_fits(free_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=ROOM, host_bytes=ROOM)
+    base = Decisions(model=shallow(8), layout=LAYOUTS[0], seq_tokens=1 << 16, recompute="tokenwise")
+    low, high = (with_alpha(base, "tokenwise", alpha) for alpha in (0.25, 0.75))
+    bounds = LowerBounds(hardware, cluster)
+    wanted = bounds.between(low, high)
+    bounds.device_room_bytes = wanted.device_bytes + wanted.beside_bytes + free_bytes
+    if free_bytes < 0:
+        wanted = msgspec.structs.replace(wanted, step_s=0.0)
+        monkeypatch.delattr(LowerBounds, "step_s_between")
+    assert bounds.where_it_fits(low, high) == wanted
+    assert bounds.shortfall_bytes(wanted) == -free_bytes
+
+
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
