@@ -19,7 +19,7 @@ played       from one stage for each alpha, and from plays of those alphas that 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import cached_property, lru_cache
 from heapq import heappop, heappush
 from itertools import pairwise
@@ -68,6 +68,8 @@ NextBound = Literal[
     "beside", "unswapped", "pipeline", "layers", "passes", "fitting", "halved", "wide", "narrow", OfStage, ""
 ]
 
+OF_TIME: Collection[NextBound] = {"passes", "fitting", "alone", "played"}
+"""Bounds that tell nothing of memory. A plan that does not fit has no step time."""
 
 Counted = Literal["steps", "kernels", "ungathered", "waits"]
 """What a layout's least key counts beside states: the later steps of a long ring alone, all kernels, or also waits.
@@ -270,7 +272,7 @@ class CandidateBounds:
         except Infeasible:
             return Bounded(candidate)
         higher = _higher(higher, bound)
-        return Bounded(candidate, higher, self.of_plans.shortfall_bytes(higher), self._after(one))
+        return self._followed(replace(one, bound=higher, shortfall_bytes=self.of_plans.shortfall_bytes(higher)))
 
     def _from_a_stage(self, one: Bounded, bound: LowerBound, limit_s: float) -> Bounded:
         """Return a candidate with the next bound from one stage of its pipeline."""
@@ -298,6 +300,13 @@ class CandidateBounds:
             return Bounded(candidate, bound, short, "layers")
         bound = replace(bound, step_s=max(bound.step_s, self._step_s(one)))
         return replace(one, bound=bound, next_bound=self._after(one))
+
+    def _followed(self, one: Bounded) -> Bounded:
+        """Return a candidate with the bounds that come next; those of time alone only where memory is not short."""
+        one = replace(one, next_bound=self._after(one))
+        while one.shortfall_bytes and one.next_bound in OF_TIME:
+            one = replace(one, next_bound=self._after(one))
+        return one
 
     def _after(self, one: Bounded) -> NextBound:
         """Return the bounds that come after those of ``one``; without stages, a few plays take no longer than they."""
@@ -427,7 +436,8 @@ class CandidateBounds:
         higher = _higher(self._of_halved(one.candidate, target_s), bound)
         short = self.of_plans.shortfall_bytes(higher)
         again = bound.step_s < higher.step_s < limit_s and higher.step_s >= target_s and not short
-        return Bounded(one.candidate, higher, short, "halved" if again else self._after(one))
+        higher_one = replace(one, bound=higher, shortfall_bytes=short)
+        return higher_one if again else self._followed(higher_one)
 
     def _of_halved(self, candidate: Candidate, enough_s: float) -> LowerBound:
         """Return what no alpha is below; of time, from ranges of which the fastest is halved until it needs enough."""

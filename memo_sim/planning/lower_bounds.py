@@ -212,7 +212,7 @@ class LowerBounds:
         return replace(self.memory_between(low, high), step_s=self.step_s_between(low, high))
 
     def where_it_fits(self, low: Decisions, high: Decisions) -> LowerBound:
-        """Return the bounds of ``between``, but no step seconds where no plan fits: nobody asks for them then.
+        """Return the bounds of ``between``; where memory is known to be short, no time is computed: ``step_s`` is 0.
 
         Raises:
             Infeasible: see ``of``.
@@ -223,7 +223,9 @@ class LowerBounds:
         return replace(bound, step_s=self.step_s_between(low, high))
 
     def memory_between(self, low: Decisions, high: Decisions) -> LowerBound:
-        """Return the lower bounds of ``between`` of memory alone, from a few lowered layers; the step takes 0 seconds.
+        """Return the memory of ``between``, from a few lowered layers; ``step_s`` is 0.
+
+        Of multiplexed layouts, only the states are known.
 
         Raises:
             Infeasible: see ``of``.
@@ -709,9 +711,9 @@ class LowerBounds:
             return self.passes.held(decisions, [model.layer(n) for n in range(model.layers)]), 0.0
         layers = [model.layer(n) for n in _shortest_stage(decisions).layers]
         if decisions.recompute_layers == ALL:
+            held = self.passes.held(decisions, layers)  # first: the time needs the lowerings of those below
             some = [[self.passes.held(decisions, [each] * count) for count in ALONE] for each in model.layer_shapes]
-            added = min((more.device_bytes - fewer.device_bytes) / (ALONE[1] - ALONE[0]) for fewer, more in some)
-            return self.passes.held(decisions, layers), added
+            return held, min((more.device_bytes - fewer.device_bytes) / (ALONE[1] - ALONE[0]) for fewer, more in some)
         activations = self._layers(decisions, _shortest_stage(decisions))
         kinds = {each.layers.number for each in activations}
         of_kinds = [[a for a in activations if a.layers.number == number] for number in kinds]

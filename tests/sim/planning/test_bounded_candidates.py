@@ -14,7 +14,7 @@ from memo_sim.engine.simulate import simulate
 from memo_sim.planning.alpha_search import Grid
 from memo_sim.planning.bounded_candidates import Bounded, CandidateBounds, NextBound
 from memo_sim.planning.lower_bounds import LowerBound
-from memo_sim.planning.presets import PARTIAL_SWAP, TOKENWISE
+from memo_sim.planning.presets import FULL_RECOMPUTE, PARTIAL_SWAP, TOKENWISE
 from memo_sim.planning.question import Pins, Question, with_memory
 from memo_sim.planning.space import Space, candidates
 
@@ -121,3 +121,17 @@ def test_a_partial_swap_that_never_fits_is_short_of_what_its_nearest_alpha_is(
 
 def _is_plain(layout: Layout) -> bool:
     return layout.zero == 1 and layout.schedule == "1f1b" and not layout.sequence_parallel
+
+
+@pytest.mark.parametrize(("device_gib", "follows"), [(2, "memory"), (2**20, "passes")])
+def test_bounds_of_time_are_left_out_where_memory_is_short(device_gib: int, follows: NextBound) -> None:
+    cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=device_gib << 30, host_bytes=ROOM)
+    model = msgspec.structs.replace(load_model("gpt-7b"), layers=8)
+    pins = Pins(pp=2, tp=4, cp=1, dp=1)
+    question = Question(model, cluster, hardware, 1 << 16, global_batch=8, system="every-layout", pins=pins)
+    bounds = CandidateBounds(question, front=False)
+    one = next(c for c in candidates(question)[0] if c.policy == FULL_RECOMPUTE)
+    found = bounds.tightened(Bounded(one, LowerBound(0.0, 0, 0), 0, "layers"), inf)
+    assert found.bound is not None
+    assert (found.shortfall_bytes > 0, found.bound.step_s > 0) == (follows == "memory", follows != "memory")
+    assert found.next_bound == follows
