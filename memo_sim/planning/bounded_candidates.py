@@ -379,11 +379,8 @@ class CandidateBounds:
         bound = bounds.rough(grid.at(most), keep=None)
         if not bounds.exceeds_device(bound):
             bound = bounds.memory_between(grid.at(most), grid.at(most))
-            # Where no alpha fits, no time is asked for.
-            fits, step_s = not bounds.exceeds_device(bound), 0.0
-            if fits:
-                step_s = bounds.step_s_between(grid.at(low), grid.at(most))
-            bound = replace(bound, step_s=step_s)
+            if not bounds.exceeds_device(bound):  # where no alpha fits, no time is asked for
+                bound = replace(bound, step_s=bounds.step_s_between(grid.at(low), grid.at(most)))
         bound = replace(bound, host_bytes_per_node=0)
         if most < grid.steps - 1 and bounds.exceeds_device(bound):
             return bounds.with_shortage(bound, self._least_short(grid, most, bounds.shortfall_bytes(bound)))
@@ -436,8 +433,8 @@ class CandidateBounds:
         higher = _higher(self._of_halved(one.candidate, target_s), bound)
         short = self.of_plans.shortfall_bytes(higher)
         again = bound.step_s < higher.step_s < limit_s and higher.step_s >= target_s and not short
-        higher_one = replace(one, bound=higher, shortfall_bytes=short)
-        return higher_one if again else self._followed(higher_one)
+        one = replace(one, bound=higher, shortfall_bytes=short)
+        return one if again else self._followed(one)
 
     def _of_halved(self, candidate: Candidate, enough_s: float) -> LowerBound:
         """Return what no alpha is below; of time, from ranges of which the fastest is halved until it needs enough."""

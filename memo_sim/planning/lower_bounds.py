@@ -711,9 +711,9 @@ class LowerBounds:
             return self.passes.held(decisions, [model.layer(n) for n in range(model.layers)]), 0.0
         layers = [model.layer(n) for n in _shortest_stage(decisions).layers]
         if decisions.recompute_layers == ALL:
-            held = self.passes.held(decisions, layers)  # first: the time needs the lowerings of those below
             some = [[self.passes.held(decisions, [each] * count) for count in ALONE] for each in model.layer_shapes]
-            return held, min((more.device_bytes - fewer.device_bytes) / (ALONE[1] - ALONE[0]) for fewer, more in some)
+            added = min((more.device_bytes - fewer.device_bytes) / (ALONE[1] - ALONE[0]) for fewer, more in some)
+            return self.passes.held(decisions, layers), added
         activations = self._layers(decisions, _shortest_stage(decisions))
         kinds = {each.layers.number for each in activations}
         of_kinds = [[a for a in activations if a.layers.number == number] for number in kinds]
