@@ -52,10 +52,13 @@ class LayerBytes:
 
 
 def order_tells(decisions: Decisions) -> bool:
-    """Return whether the order of a stage's passes tells what is held (``in_flight_bytes``)."""
+    """Return whether the order of a stage's passes tells what is held (``in_flight_bytes``).
+
+    An eager framework keeps what the program's layers keep, unless its modules are others (``memory/huggingface.py``).
+    """
     layout = decisions.layout
     known = layout.pp > 1 and layout.subsequences == 1 and layout.schedule in SCHEDULES
-    return known and decisions.recompute_layers == ALL and decisions.memory_policy == "planned"
+    return known and decisions.recompute_layers == ALL and decisions.modules == "auto"
 
 
 def in_flight_bytes(decisions: Decisions, layers: Mapping[int, LayerBytes]) -> dict[int, int]:

@@ -66,6 +66,13 @@ def test_no_stage_holds_less_than_its_passes_in_flight(name: str, recompute: str
     check(with_alpha(PIPELINES[name], recompute, alpha))
 
 
+@pytest.mark.parametrize("policy", ["caching", "eager"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full", "mlp"])
+@pytest.mark.parametrize("name", PIPELINES)
+def test_allocators_serve_no_less_than_the_passes_in_flight(name: str, recompute: str, policy: str) -> None:
+    check(msgspec.structs.replace(PIPELINES[name], recompute=recompute, memory_policy=policy))
+
+
 @pytest.mark.parametrize("name", PIPELINES)
 def test_passes_in_flight_are_most_of_a_stage(name: str) -> None:
     check(PIPELINES[name], least=0.45)
