@@ -234,9 +234,9 @@ def _reserved(caching: Replay) -> tuple[list[int], list[int]]:
     """Return the instants and bytes of what is reserved in a steady iteration; nothing when memory runs out."""
     if _unknown(caching):
         return [], []
-    if not caching.steady.instants:  # everything lives all the time
+    if not len(caching.steady.instants):  # everything lives all the time
         return [0], [caching.reserved_peak_bytes]
-    return caching.steady.instants, caching.steady.reserved_bytes
+    return caching.steady.instants.tolist(), caching.steady.reserved_bytes.tolist()
 
 
 def _content(plan: MemoryPlan, suffix: str) -> bytes:

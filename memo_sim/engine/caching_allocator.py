@@ -19,9 +19,9 @@ from memo_sim.engine.fast_replay import ITERATIONS, fast_replay
 from memo_sim.engine.playback import Floats
 from memo_sim.memory.initial_states import Beginning, without_states
 from memo_sim.memory.replay import DeviceStop, Replay, RunAhead, allocation_costs
-from memo_sim.program.analysis.columns import InstructionColumns, Ints
+from memo_sim.program.analysis.columns import Ints
 from memo_sim.program.analysis.liveness import Liveness
-from memo_sim.program.arena.requests import requests_of
+from memo_sim.program.arena.requests import BufferNames, request_columns
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.program import Program
 
@@ -64,25 +64,25 @@ class CachingMemory:
 
 def caching_memory(
     program: Program,
-    columns: InstructionColumns,
+    lane: Ints,
     lives: Liveness,
     hardware: Hardware,
     *,
     capacity_bytes: int,
     reserve_bytes: int,
-    names: list[str] | None = None,
+    names: BufferNames | None = None,
     ahead: RunAhead | None = None,
     beginning: Beginning | None = None,
 ) -> CachingMemory:
     """Return the behaviour of PyTorch's allocator for ``program`` on one device.
 
-    ``lives`` gives lives and sizes of the requested buffers. ``names`` names them when they are not all the program's
-    own. Of ``capacity_bytes``, ``reserve_bytes`` are not available to the allocator. ``beginning`` replaces the
-    program's states.
+    ``lane``: of each instruction. ``lives``: of the requested buffers, with their sizes. ``names``: theirs, where they
+    are not all the program's own. Of ``capacity_bytes``, ``reserve_bytes`` are not available to the allocator.
+    ``beginning`` replaces the program's states.
     """
     if beginning:
         lives = without_states(program, lives)
-    requests = requests_of(program, columns, lives=lives, names=names)
+    requests = request_columns(lives, names or BufferNames(program))
     return CachingMemory(
         fast_replay.of(requests)(
             requests,
@@ -92,5 +92,5 @@ def caching_memory(
             ahead=ahead,
             beginning=beginning,
         ),
-        columns.lane,
+        lane,
     )

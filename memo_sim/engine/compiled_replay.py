@@ -11,9 +11,7 @@ from itertools import pairwise
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from memo_sim.contract.requests import Requests
 from memo_sim.engine.native import Native, Source
 from memo_sim.engine.native_allocator import (
     ALLOCATED_BYTES,
@@ -38,9 +36,16 @@ from memo_sim.engine.native_allocator import (
 )
 from memo_sim.memory.device_allocator import DEFAULT, DeviceCall
 from memo_sim.memory.initial_states import Beginning
-from memo_sim.memory.replay import AllocationCosts, DeviceStop, Iteration, Replay, ReplayOutOfMemory, RunAhead
-
-Ints = NDArray[np.int64]
+from memo_sim.memory.replay import (
+    AllocationCosts,
+    DeviceStop,
+    Ints,
+    Iteration,
+    Replay,
+    ReplayOutOfMemory,
+    Requested,
+    RunAhead,
+)
 
 STATES = "states"
 """What a failed request of an initial state is called."""
@@ -74,7 +79,7 @@ class _Operations:
     """Requested bytes of each buffer, and of each state."""
 
     @classmethod
-    def of(cls, requests: Requests, beginning: Beginning | None, iterations: int) -> _Operations:
+    def of(cls, requests: Requested, beginning: Beginning | None, iterations: int) -> _Operations:
         """Return the operations of all iterations; at each instant, ends come before requests."""
         sizes, lower, upper = (_ints(each) for each in (requests.size_bytes, requests.lower, requests.upper))
         lasting = (lower == 0) & (upper == (upper.max() if len(upper) else 0)) & (sizes > 0)
@@ -121,21 +126,22 @@ class _Waits:
     done: Ints
 
     @classmethod
-    def of(cls, ahead: RunAhead | None, requests: Requests, numbers: int) -> _Waits:
-        """Return the waits of ``numbers`` buffers and states, of which states wait for nothing."""
-        if ahead is None:
+    def of(cls, ahead: RunAhead | None, upper: Ints, numbers: int) -> _Waits:
+        """Return the waits of ``numbers`` buffers and states, of which states wait for nothing.
+
+        ``upper``: the first instant after the life of each buffer.
+        """
+        if ahead is None or not ahead.marked:
             return cls(0, np.zeros(numbers + 1, dtype=np.int64), *(_ints(()) for _ in range(3)))
-        streams = {stream: number for number, stream in enumerate(ahead.work)}
-        work = {stream: _ints(instants) for stream, instants in ahead.work.items()}
-        counts, stream, until = np.zeros(numbers, dtype=np.int64), list[int](), list[int]()
-        for buffer in sorted(ahead.streams):
-            counts[buffer] = len(ahead.streams[buffer])
-            for each in ahead.streams[buffer]:
-                given = int(np.searchsorted(work[each], requests.upper[buffer]))
-                stream.append(streams[each])
-                until.append(int(work[each][given - 1]) if given else -1)
-        bounds = np.concatenate([[0], np.cumsum(counts)])
-        return cls(len(streams), bounds, _ints(stream), _ints(until), _ints(ahead.done))
+        streams, found = {stream: number for number, stream in enumerate(ahead.work)}, []
+        for stream, marked in ahead.marked.items():
+            given = np.searchsorted(ahead.work[stream], upper[marked])
+            until = np.concatenate([_ints([-1]), ahead.work[stream]])[given]
+            found.append((marked, np.full(len(marked), streams[stream]), until))
+        buffer, numbered, until = (np.concatenate(each) for each in zip(*found, strict=True))
+        order = np.argsort(buffer, kind="stable")
+        bounds = np.concatenate([_ints([0]), np.cumsum(np.bincount(buffer, minlength=numbers))])
+        return cls(len(streams), bounds, numbered[order], until[order], ahead.done)
 
 
 class CompiledReplay:
@@ -147,7 +153,7 @@ class CompiledReplay:
 
     def __call__(
         self,
-        requests: Requests,
+        requests: Requested,
         *,
         iterations: int,
         capacity_bytes: int,
@@ -157,7 +163,7 @@ class CompiledReplay:
     ) -> Replay:
         """Return what ``memory.replay.replay`` returns with the default settings and without a reserve."""
         asked = _Operations.of(requests, beginning, iterations)
-        waits, each = _Waits.of(ahead, requests, len(asked.sizes)), len(asked.instants)
+        waits, each = _Waits.of(ahead, _ints(requests.upper), len(asked.sizes)), len(asked.instants)
         queues = np.empty((2, waits.streams, iterations * len(waits.stream)), dtype=np.int64)
         ends, peaks = np.zeros((ENDS, waits.streams), np.int64), np.zeros((2, iterations * each), np.int64)
         asks = int((asked.kind <= OF_BUFFER).sum())
@@ -173,14 +179,12 @@ class CompiledReplay:
             *(blocks, pools, counts, totals, calls, stops, np.empty(len(asked.sizes), np.int64)),
         )()
         begun = int(asked.iteration[failed]) + 1 if failed != NONE else iterations
-        steps = [
-            Iteration(asked.instants.tolist(), *(peak[number * each : (number + 1) * each].tolist() for peak in peaks))
-            for number in range(begun)
-        ]
+        steps = [Iteration(asked.instants, *peaks[:, number * each : (number + 1) * each]) for number in range(begun)]
         if failed != NONE and asked.place[failed] != NONE:  # the instant of the failed request has no peak
             done = int(asked.place[failed]) % each
-            for column in (steps[-1].instants, steps[-1].allocated_bytes, steps[-1].reserved_bytes):
-                del column[done:]
+            steps[-1] = Iteration(
+                asked.instants[:done], steps[-1].allocated_bytes[:done], steps[-1].reserved_bytes[:done]
+            )
         made = [DeviceCall(KINDS[kind], size) for kind, size in calls[: totals[CALLS]].tolist()]
         for at, first, last in stops[: totals[STOPS]].tolist():
             device, instant = made[first:last], int(asked.instants[asked.place[at] % each])
@@ -199,8 +203,8 @@ class CompiledReplay:
         )
 
 
-def _ints(values: Sequence[int]) -> Ints:
-    return np.array(values, dtype=np.int64)
+def _ints(values: Sequence[int] | Ints) -> Ints:
+    return np.asarray(values, dtype=np.int64)
 
 
 def _states(beginning: Beginning | None) -> tuple[Sequence[int], ...]:
@@ -209,7 +213,7 @@ def _states(beginning: Beginning | None) -> tuple[Sequence[int], ...]:
     return beginning.temporary, beginning.before, beginning.behind, beginning.later
 
 
-def _failed(asked: _Operations, at: int, totals: Ints, requests: Requests) -> ReplayOutOfMemory:
+def _failed(asked: _Operations, at: int, totals: Ints, requests: Requested) -> ReplayOutOfMemory:
     number, place = int(asked.number[at]), int(asked.place[at])
     size = int(asked.sizes[number])
     return ReplayOutOfMemory(

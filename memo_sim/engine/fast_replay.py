@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from memo_sim.contract.requests import Requests
 from memo_sim.engine.compiled import Compiled
 from memo_sim.memory.initial_states import Beginning
-from memo_sim.memory.replay import AllocationCosts, Replay, RunAhead, replay
+from memo_sim.memory.replay import AllocationCosts, Replay, Requested, RunAhead, replay
 
 SOON = 8_000
 """Requests that are replayed in Python before a replay is loaded that is compiled already: about 0.1 s."""
@@ -30,7 +29,7 @@ class Replaying(Protocol):
 
     def __call__(
         self,
-        requests: Requests,
+        requests: Requested,
         *,
         iterations: int,
         capacity_bytes: int,
@@ -58,7 +57,7 @@ class FastReplay:
         """Whether the compiled replay is used by now."""
         return self._replay.compiled
 
-    def of(self, requests: Requests) -> Replaying:
+    def of(self, requests: Requested) -> Replaying:
         """Return the replay for some requests in ``ITERATIONS`` steps."""
         return self._replay.of(ITERATIONS * len(requests.ids))
 

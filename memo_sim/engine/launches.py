@@ -38,7 +38,7 @@ from memo_sim.contract.knobs import FrameworkLibrary
 from memo_sim.contract.plan import Decisions
 from memo_sim.engine.playback import Floats
 from memo_sim.memory.eager_framework import KERNELS
-from memo_sim.program.analysis.columns import InstructionColumns, Ints
+from memo_sim.program.analysis.columns import InstructionColumns, Ints, distinct
 from memo_sim.program.ir.instruction import COLLECTIVE_LANES, Instance, Instruction, Lane
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import FRESH, Rowwise
@@ -74,12 +74,15 @@ def launch_waits(
     window = _windows(program, columns)[serial]
     busy_before = np.cumsum(seconds[serial]) - seconds[serial]
     behind = np.cumsum(launch_s) - busy_before
-    bounds = [*np.flatnonzero(np.append(True, window[1:] != window[:-1])).tolist(), len(serial)]
-    for first, end in pairwise(bounds):
+    first = np.flatnonzero(np.append(True, window[1:] != window[:-1]))
+    lengths = np.diff(first, append=len(serial))
+    for length in distinct(lengths).tolist():  # windows of one length at once
+        begins = first[lengths == length]
+        inside = begins[:, np.newaxis] + np.arange(length)
         # Launches and busy time count from the window's start: there, the host has just waited for the device.
-        ahead = behind[first] - launch_s[first]
-        highest = np.maximum(np.maximum.accumulate(behind[first:end] - ahead), 0.0)
-        waits[serial[first:end]] = np.diff(highest, prepend=0.0)
+        ahead = (behind[begins] - launch_s[begins])[:, np.newaxis]
+        highest = np.maximum(np.maximum.accumulate(behind[inside] - ahead, axis=1), 0.0)
+        waits[serial[inside]] = np.diff(highest, axis=1, prepend=0.0)
     return waits
 
 

@@ -44,6 +44,7 @@ from memo_sim.program.analysis.columns import Columns, FoldedColumns, Ints, expa
 from memo_sim.program.analysis.communicators import communicators
 from memo_sim.program.analysis.liveness import Liveness, Peak, live_bytes, liveness, peak_of
 from memo_sim.program.arena.library_workspaces import COMMUNICATORS, lives_in_arena, reserve_of
+from memo_sim.program.arena.requests import BufferNames
 from memo_sim.program.ir.instruction import BufferClass, Lane
 from memo_sim.program.ir.program import Program
 from memo_sim.program.layers.kinds import skeletal_of
@@ -95,7 +96,7 @@ class Lives:
     """Those in the arena: what is never used is in no arena, but on the device."""
     host: Liveness
     """Of one rank's host blocks, rounded as its allocator rounds them."""
-    names: list[str] | None
+    names: BufferNames | None
     """Names of ``requested`` by number under an eager framework, which adds buffers; None: those of the program."""
     every: Columns | None
     """A row for every operand, where an eager framework adds buffers."""
@@ -139,7 +140,7 @@ class Memory:
         return self._lives.host
 
     @property
-    def buffer_names(self) -> list[str] | None:
+    def buffer_names(self) -> BufferNames | None:
         """Names of ``device_lives`` by number under an eager framework, which adds buffers; None: the program's."""
         return self._lives.names
 
@@ -264,7 +265,7 @@ def memory_of(
         local_ranks=min(cluster.devices_per_node, decisions.layout.devices // decisions.layout.pp),
         caching=caching_memory(
             program,
-            columns,
+            columns.lane,
             lives.requested,
             hardware,
             capacity_bytes=capacity_bytes,
@@ -286,7 +287,7 @@ def _lives(program: Program, columns: FoldedColumns, decisions: Decisions, hardw
         if family.buffer_class is BufferClass.INPUT and family.lifetime == "step" and family.count:
             sizes[base] += (decisions.micro_batches - program.micro_batches) * family.bytes
     lives = replace(lives, bytes=sizes)
-    names: list[str] | None = None
+    names: BufferNames | None = None
     every: Columns | None = None
     if decisions.memory_policy == "eager":
         every = expand(program)

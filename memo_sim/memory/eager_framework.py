@@ -55,8 +55,8 @@ from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.memory.replay import RunAhead
 from memo_sim.program.analysis.columns import Columns, Ints, distinct
 from memo_sim.program.analysis.liveness import Liveness
-from memo_sim.program.arena.requests import buffer_names, device_buffers
-from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Instruction, Lane, Mode
+from memo_sim.program.arena.requests import BufferNames, device_buffers
+from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Instruction, Lane, Mode, Template
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Gemm
 
@@ -142,7 +142,7 @@ def eager_buffers(
     workspace_bytes: int = 0,
     own_loss: bool = True,
     holds_outputs: bool = True,
-) -> tuple[Liveness, list[str]]:
+) -> tuple[Liveness, BufferNames]:
     """Return the framework's buffers, and their names by number.
 
     ``lives`` are the program's buffers with their sizes; added buffers get the numbers after them. The libraries hold
@@ -176,7 +176,7 @@ def eager_buffers(
         ]
     if workspace_bytes:
         added.append(Added(WORKSPACES, -1, lives.instructions, workspace_bytes, state))
-    names = buffer_names(program) + [new.name for new in added]
+    names = BufferNames(program, [new.name for new in added])
     return with_added(replace(lives, birth=birth, death=death, bytes=sizes), added), names
 
 
@@ -197,25 +197,27 @@ def run_ahead(program: Program, columns: Columns, lives: Liveness, *, one_queue:
     ``one_queue``: the kernels and copies of other streams, one an instruction, take places in the queue too.
     """
     kernels = np.where(columns.lane == Lane.COMPUTE, KERNELS, np.isin(columns.lane, STREAMS) if one_queue else 0)
-    launching = np.flatnonzero(kernels)
+    launching = np.flatnonzero(kernels).astype(np.int64)
     launched = np.cumsum(kernels)
     passed_by = np.searchsorted(launched[launching], launched - kernels - LAUNCH_QUEUE, side="right")
     done = np.where(passed_by > 0, launching[np.maximum(passed_by - 1, 0)], -1)
-    transferred = np.flatnonzero(np.isin(columns.lane, (Lane.SEND, Lane.RECV))).tolist()
-    for last in [*_looks_at_loss(program, columns), *transferred]:
-        done[last + 1 :] = np.maximum(done[last + 1 :], last)
+    waited = np.full(len(done) + 1, -1, dtype=np.int64)
+    for each in (np.flatnonzero(np.isin(columns.lane, (Lane.SEND, Lane.RECV))), _looks_at_loss(program, columns)):
+        waited[each + 1] = each
     gathers = _gathers(program, columns)
-    for passed, asked in zip(gathers, gathers[GATHERS_AHEAD:], strict=False):
-        done[asked:] = np.maximum(done[asked:], passed)
-    order = {number: place for place, number in enumerate(device_buffers(lives))}
-    streams: dict[int, list[int]] = {}
+    passed, asked = gathers[: max(0, len(gathers) - GATHERS_AHEAD)], gathers[GATHERS_AHEAD:]
+    waited[asked] = np.maximum(waited[asked], passed)
+    done = np.maximum(done, np.maximum.accumulate(waited[:-1]))
+    requested = device_buffers(lives)
+    place = np.full(len(lives.birth), -1, dtype=np.int64)
+    place[requested] = np.arange(len(requested))
+    lane_of, marked, work = columns.lane[columns.operand_instruction], dict[int, Ints](), dict[int, Ints]()
     for lane in STREAMS:
-        used = distinct(columns.operand_buffer[columns.lane[columns.operand_instruction] == lane])
-        for number in used.tolist():
-            if number in order:
-                streams.setdefault(order[number], []).append(int(lane))
-    work = {int(lane): np.flatnonzero(columns.lane == lane).tolist() for lane in STREAMS}
-    return RunAhead(streams=streams, work=work, done=done.tolist())
+        places = place[distinct(columns.operand_buffer[lane_of == lane])]
+        if (places >= 0).any():
+            marked[int(lane)] = np.sort(places[places >= 0])
+            work[int(lane)] = np.flatnonzero(columns.lane == lane)
+    return RunAhead(marked=marked, work=work, done=done)
 
 
 def _never_read(program: Program, columns: Columns, lives: Liveness) -> Ints:
@@ -228,12 +230,15 @@ def _never_read(program: Program, columns: Columns, lives: Liveness) -> Ints:
 
 def _numbered(program: Program, columns: Columns) -> Iterator[tuple[int, Instruction, dict[str, int]]]:
     """Yield the instructions of loss and embedding, each with its number and its buffer numbers by operand role."""
+    chosen = [
+        [(place, each) for place, each in enumerate(template.instructions) if each.op in (LOSS, STATISTICS, EMBEDDING)]
+        for template in program.templates
+    ]
     for base, instance in zip(starts_of(program, columns), program.instances, strict=True):
-        for at, instruction in enumerate(program.templates[instance.template].instructions, start=base):
-            if instruction.op in (LOSS, STATISTICS, EMBEDDING):
-                first = int(np.searchsorted(columns.operand_instruction, at))
-                numbers = columns.operand_buffer[first : first + len(instruction.operands)].tolist()
-                yield at, instruction, {o.role: n for o, n in zip(instruction.operands, numbers, strict=True)}
+        for place, instruction in chosen[instance.template]:
+            first = int(np.searchsorted(columns.operand_instruction, base + place))
+            numbers = columns.operand_buffer[first : first + len(instruction.operands)].tolist()
+            yield base + place, instruction, {o.role: n for o, n in zip(instruction.operands, numbers, strict=True)}
 
 
 def _losses(program: Program, columns: Columns) -> Iterator[_Loss]:
@@ -304,21 +309,24 @@ def _a_state(program: Program, lives: Liveness) -> int:
     return int(np.flatnonzero(state[lives.family] & lives.on_device)[0])
 
 
-def _gathers(program: Program, columns: Columns) -> list[int]:
+def _gathers(program: Program, columns: Columns) -> Ints:
     """Return the instructions that gather parameters, in program order."""
     gathered = np.array([f.buffer_class is BufferClass.GATHERED for f in program.all_families], dtype=np.bool_)
     writes = gathered[columns.buffer_family[columns.operand_buffer]] & ((columns.operand_mode & Mode.WRITE) > 0)
     writers = columns.operand_instruction[writes & (columns.lane[columns.operand_instruction] != Lane.COMPUTE)]
-    found: list[int] = distinct(writers).tolist()
+    return distinct(writers)
+
+
+def _looks_at_loss(program: Program, columns: Columns) -> Ints:
+    """Return the last instruction of each micro-batch's loss, after which the host reads the loss."""
+    last = np.array([_last_of_loss(template) for template in program.templates])[program.template_of]
+    found: Ints = (columns.starts[:-1] + last)[last >= 0]
     return found
 
 
-def _looks_at_loss(program: Program, columns: Columns) -> Iterator[int]:
-    """Yield the last instruction of each micro-batch's loss, after which the host reads the loss."""
-    for base, instance in zip(starts_of(program, columns), program.instances, strict=True):
-        instructions = program.templates[instance.template].instructions
-        of_loss = [at for at, instruction in enumerate(instructions, start=base) if _belongs_to_loss(instruction)]
-        yield from of_loss[-1:]
+def _last_of_loss(template: Template) -> int:
+    """Return the place of a template's last instruction of a loss; -1 where it has none."""
+    return max((place for place, each in enumerate(template.instructions) if _belongs_to_loss(each)), default=-1)
 
 
 def _belongs_to_loss(instruction: Instruction) -> bool:

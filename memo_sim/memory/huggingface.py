@@ -39,6 +39,7 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.memory.eager_framework import FP32_BYTES, Added, starts_of, with_added
 from memo_sim.program.analysis.columns import Columns
 from memo_sim.program.analysis.liveness import Liveness
+from memo_sim.program.arena.requests import BufferNames
 from memo_sim.program.ir.instruction import Instruction, Template
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.program import Program
@@ -60,13 +61,13 @@ class _Saved:
 
 
 def module_buffers(
-    program: Program, columns: Columns, lives: Liveness, names: list[str], decisions: Decisions
-) -> tuple[Liveness, list[str]]:
+    program: Program, columns: Columns, lives: Liveness, names: BufferNames, decisions: Decisions
+) -> tuple[Liveness, BufferNames]:
     """Return the buffers of ``lives`` as Hugging Face's modules and accelerate have them, and their names by number."""
     lives = _residual_sums(program, columns, _classifier(program, columns, _states(program, lives, decisions)))
     # Where layers keep what modules save, the program has it (program/layers/huggingface.py).
     added = [] if saves_of_modules(decisions) else list(_saved_tensors(program, columns, lives))
-    return with_added(lives, added), names + [new.name for new in added]
+    return with_added(lives, added), names.with_added([new.name for new in added])
 
 
 def _saved_tensors(program: Program, columns: Columns, lives: Liveness) -> Iterator[Added]:

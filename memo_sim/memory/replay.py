@@ -21,14 +21,49 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from memo_sim.contract.hardware import Hardware
-from memo_sim.contract.requests import Requests
 from memo_sim.contract.units import GIB
 from memo_sim.memory.device_allocator import DEFAULT, Block, DeviceAllocator, DeviceCall, OutOfDeviceMemory
 from memo_sim.memory.device_config import AllocatorConfig
 from memo_sim.memory.initial_states import Beginning
 from memo_sim.memory.problem import Clock
+
+Ints = NDArray[np.int64]
+
+
+class Names(Protocol):
+    """Names of buffers by number."""
+
+    def __getitem__(self, number: int, /) -> str:
+        """Return the name of a buffer."""
+
+    def __len__(self) -> int:
+        """Return the number of buffers."""
+
+
+class Requested(Protocol):
+    """What is requested, by buffer: a ``Requests`` document, or the columns of a program in arrays."""
+
+    @property
+    def ids(self) -> Names:
+        """Names."""
+
+    @property
+    def lower(self) -> Sequence[int] | Ints:
+        """First instants of the lives."""
+
+    @property
+    def upper(self) -> Sequence[int] | Ints:
+        """First instants after the lives."""
+
+    @property
+    def size_bytes(self) -> Sequence[int] | Ints:
+        """Sizes."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +110,11 @@ class RunAhead:
     device catches up at the end of a step, and at each allocation retry.
     """
 
-    streams: Mapping[int, Sequence[int]]
-    """By buffer number: the streams passed to ``record_stream`` (without the stream of its allocation)."""
-    work: Mapping[int, Sequence[int]]
+    marked: Mapping[int, Ints]
+    """By stream: the numbers of the buffers that ``record_stream`` marked with it, in order."""
+    work: Mapping[int, Ints]
     """By stream: the instants of its work, in order."""
-    done: Sequence[int]
+    done: Ints
     """By the host's instant: the last instant whose work the device has done (-1: none)."""
 
 
@@ -110,13 +145,17 @@ class ReplayOutOfMemory:
     reserved_bytes: int
 
 
-@dataclass
+def _none() -> Ints:
+    return np.empty(0, dtype=np.int64)
+
+
+@dataclass(eq=False)
 class Iteration:
     """One iteration: its device calls, and the highest allocated and reserved bytes at each instant."""
 
-    instants: list[int] = field(default_factory=list)
-    allocated_bytes: list[int] = field(default_factory=list)
-    reserved_bytes: list[int] = field(default_factory=list)
+    instants: Ints = field(default_factory=_none)
+    allocated_bytes: Ints = field(default_factory=_none)
+    reserved_bytes: Ints = field(default_factory=_none)
     stops: list[DeviceStop] = field(default_factory=list)
 
     @property
@@ -153,7 +192,7 @@ class Replay:
 
 
 def replay(
-    requests: Requests,
+    requests: Requested,
     config: AllocatorConfig = DEFAULT,
     *,
     iterations: int = 3,
@@ -198,15 +237,21 @@ class _Streams:
 
     def __init__(self, device: DeviceAllocator, ahead: RunAhead) -> None:
         self._device = device
-        self._ahead = ahead
+        self._work = {stream: instants.tolist() for stream, instants in ahead.work.items()}
+        self._done: list[int] = ahead.done.tolist()
+        self._streams: dict[int, list[int]] = {}
+        """By buffer number: the streams that it is marked with."""
+        for stream, numbers in ahead.marked.items():
+            for number in numbers.tolist():
+                self._streams.setdefault(number, []).append(stream)
         self._caught_up = -1
         self._waiting: dict[int, deque[int]] = {}
         """By stream: for each block that waits for it, the instant whose work it waits for."""
 
     def free(self, number: int, block: Block, instant: int) -> None:
         """Free the block of a buffer; a block that other streams used waits for their work given so far."""
-        for stream in self._ahead.streams.get(number, ()):
-            work = self._ahead.work[stream]
+        for stream in self._streams.get(number, ()):
+            work = self._work[stream]
             given = bisect_left(work, instant)
             self._device.record_stream(block, stream)
             self._waiting.setdefault(stream, deque()).append(work[given - 1] if given else -1)
@@ -214,7 +259,7 @@ class _Streams:
 
     def reach(self, instant: int) -> None:
         """Note that the host is at ``instant``: blocks no longer wait for work that the device has done by then."""
-        done = max(self._ahead.done[instant], self._caught_up)
+        done = max(self._done[instant], self._caught_up)
         for stream, waiting in self._waiting.items():
             passed = 0
             while waiting and waiting[0] <= done:
@@ -239,13 +284,14 @@ class _Player:
 
     def __init__(
         self,
-        requests: Requests,
+        requests: Requested,
         device: DeviceAllocator,
         costs: AllocationCosts,
         streams: _Streams | None,
         clock: Clock,
     ) -> None:
-        self.requests = requests
+        self.names = requests.ids
+        self.sizes: list[int] = np.asarray(requests.size_bytes).tolist()
         self.device = device
         self.costs = costs
         self.streams = streams
@@ -254,12 +300,13 @@ class _Player:
         self.iterations: list[Iteration] = []
         self.live = self.live_peak = 0
         self._held: dict[int, Block] = {}
-        end = max(requests.upper, default=0)
+        first, last = (np.asarray(each).tolist() for each in (requests.lower, requests.upper))
+        end = max(last, default=0)
         self._lasting: list[int] = []
         self._born: dict[int, list[int]] = {}
         self._dead: dict[int, list[int]] = {}
-        for number, (lower, upper) in enumerate(zip(requests.lower, requests.upper, strict=True)):
-            if not requests.size_bytes[number]:
+        for number, (lower, upper) in enumerate(zip(first, last, strict=True)):
+            if not self.sizes[number]:
                 continue
             if lower == 0 and upper == end:
                 self._lasting.append(number)
@@ -280,9 +327,9 @@ class _Player:
     def hold(self, sizes: Sequence[int], iteration: int, blocks: list[Block] | None = None) -> ReplayOutOfMemory | None:
         """Allocate states, which ``blocks`` collects if given; return the failed request, or None."""
         for size in sizes:
-            found = self._request(size, "states", iteration, 0)
-            if isinstance(found, ReplayOutOfMemory):
-                return found
+            found = self._request(size)
+            if found is None:
+                return self._failed(size, "states", iteration, 0)
             if blocks is not None:
                 blocks.append(found)
         return None
@@ -296,9 +343,18 @@ class _Player:
 
     def play(self, number: int) -> ReplayOutOfMemory | None:
         """Play one iteration; return the failed request, or None."""
-        step = Iteration()
-        self.iterations.append(step)
+        stops = list[DeviceStop]()
+        columns = list[int](), list[int](), list[int]()
+        failed = self._play(number, columns, stops)
+        instants, allocated, reserved = (np.array(each, dtype=np.int64) for each in columns)
+        self.iterations.append(Iteration(instants, allocated, reserved, stops))
+        return failed
+
+    def _play(
+        self, number: int, columns: tuple[list[int], list[int], list[int]], stops: list[DeviceStop]
+    ) -> ReplayOutOfMemory | None:
         device, streams = self.device, self.streams
+        instants, allocated_bytes, reserved_bytes = columns
         for instant in self._instants:
             for buffer in self._dead.get(instant, ()):
                 self._free(buffer, instant)
@@ -309,13 +365,13 @@ class _Player:
             for count, buffer in enumerate(born):
                 if count % LOOK == 0 and self._is_late():
                     return None
-                if failed := self._malloc(buffer, number, instant, step.stops):
+                if failed := self._malloc(buffer, number, instant, stops):
                     return failed
                 allocated = max(allocated, device.allocated_bytes)
                 reserved = max(reserved, device.reserved_bytes)
-            step.instants.append(instant)
-            step.allocated_bytes.append(allocated)
-            step.reserved_bytes.append(reserved)
+            instants.append(instant)
+            allocated_bytes.append(allocated)
+            reserved_bytes.append(reserved)
         if self.streams:
             self.streams.end_step()
         return None
@@ -330,14 +386,14 @@ class _Player:
             self.streams.free(buffer, block, instant)
         else:
             self.device.free(block)
-        self.live -= self.requests.size_bytes[buffer]
+        self.live -= self.sizes[buffer]
 
     def _malloc(self, buffer: int, iteration: int, instant: int, stops: list[DeviceStop]) -> ReplayOutOfMemory | None:
-        device, name = self.device, self.requests.ids[buffer]
+        device, size = self.device, self.sizes[buffer]
         called, retried = len(device.calls), device.num_alloc_retries
-        found = self._request(self.requests.size_bytes[buffer], name, iteration, instant)
-        if isinstance(found, ReplayOutOfMemory):
-            return found
+        found = self._request(size)
+        if found is None:
+            return self._failed(size, self.names[buffer], iteration, instant)
         self._held[buffer] = found
         retried_allocation = device.num_alloc_retries > retried
         if self.streams and retried_allocation:
@@ -345,24 +401,27 @@ class _Player:
         if len(device.calls) > called:
             calls = device.calls[called:]
             seconds = self.costs.seconds(calls)
-            stops.append(DeviceStop(instant, name, tuple(calls), seconds, retried_allocation))
+            stops.append(DeviceStop(instant, self.names[buffer], tuple(calls), seconds, retried_allocation))
         return None
 
-    def _request(self, size: int, name: str, iteration: int, instant: int) -> Block | ReplayOutOfMemory:
-        """Return a block for ``size`` bytes, or the failed request."""
-        device = self.device
+    def _request(self, size: int) -> Block | None:
+        """Return a block for ``size`` bytes; None where the device has no room for it."""
         try:
-            block = device.malloc(size)
+            block = self.device.malloc(size)
         except OutOfDeviceMemory:
-            return ReplayOutOfMemory(
-                iteration=iteration,
-                instant=instant,
-                buffer=name,
-                requested_bytes=size,
-                segment_bytes=device.config.segment_bytes(device.config.block_bytes(size)),
-                allocated_bytes=device.allocated_bytes,
-                reserved_bytes=device.reserved_bytes,
-            )
+            return None
         self.live += size
         self.live_peak = max(self.live_peak, self.live)
         return block
+
+    def _failed(self, size: int, name: str, iteration: int, instant: int) -> ReplayOutOfMemory:
+        device = self.device
+        return ReplayOutOfMemory(
+            iteration=iteration,
+            instant=instant,
+            buffer=name,
+            requested_bytes=size,
+            segment_bytes=device.config.segment_bytes(device.config.block_bytes(size)),
+            allocated_bytes=device.allocated_bytes,
+            reserved_bytes=device.reserved_bytes,
+        )

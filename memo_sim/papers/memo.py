@@ -135,12 +135,12 @@ class FailedRequest:
 
 def failed_requests(step: Iteration) -> list[FailedRequest]:
     """Return the requests of a replayed step that made the allocator retry, in order."""
-    at = {instant: number for number, instant in enumerate(step.instants)}
+    at = {instant: number for number, instant in enumerate(step.instants.tolist())}
     found = []
     for stop in step.stops:
         if stop.retried_allocation:
             number, requested = at[stop.instant], stop.calls[-1].bytes
-            unused = step.reserved_bytes[number] - (step.allocated_bytes[number] - requested)
+            unused = int(step.reserved_bytes[number] - step.allocated_bytes[number]) + requested
             found.append(FailedRequest(requested, unused, stop.seconds))
     return found
 
@@ -175,20 +175,20 @@ def _fullest_of_windows(simulation: Simulation, step: Iteration) -> list[tuple[f
     """Return (seconds, allocated bytes, reserved bytes) at the fullest instant of each window of the step."""
     times_s = simulation.fullest.playback.start_s[step.instants]
     window_s = simulation.fullest.playback.span_s / WINDOWS
+    allocated, reserved = step.allocated_bytes.tolist(), step.reserved_bytes.tolist()
     fullest: dict[int, int] = {}
     for number, second in enumerate(times_s.tolist()):
         window = min(WINDOWS - 1, int(second / window_s))
-        if window not in fullest or step.allocated_bytes[number] > step.allocated_bytes[fullest[window]]:
+        if window not in fullest or allocated[number] > allocated[fullest[window]]:
             fullest[window] = number
-    return [
-        (round(float(times_s[n]), 1), step.allocated_bytes[n], step.reserved_bytes[n]) for n in sorted(fullest.values())
-    ]
+    return [(round(float(times_s[n]), 1), allocated[n], reserved[n]) for n in sorted(fullest.values())]
 
 
 def _fragmentation(step: Iteration, step_s: float) -> list[str]:
     """Return the paper's statements on Figure 1a, checked on a replayed step of ``step_s`` seconds."""
-    allocated = max(step.allocated_bytes)
-    unused = step.reserved_bytes[step.allocated_bytes.index(allocated)] - allocated
+    fullest = int(step.allocated_bytes.argmax())
+    allocated = int(step.allocated_bytes[fullest])
+    unused = int(step.reserved_bytes[fullest]) - allocated
     peak = (
         f"At the highest peak, {allocated / GIB:.1f} GiB are allocated and {unused / GIB:.1f} GiB more are reserved "
         "(MEMO: more than 4 GB)."

@@ -6,12 +6,12 @@ import numpy as np
 
 from memo_sim.contract.shortage import LiveTensor
 from memo_sim.program.analysis.liveness import Liveness
-from memo_sim.program.arena.requests import buffer_names
+from memo_sim.program.arena.requests import BufferNames
 from memo_sim.program.ir.program import Program
 
 
 def tensors_at(
-    program: Program, lives: Liveness, instruction: int, *, device: bool, names: list[str] | None = None
+    program: Program, lives: Liveness, instruction: int, *, device: bool, names: BufferNames | None = None
 ) -> list[LiveTensor]:
     """Return the buffers that are live at ``instruction`` in one memory of one rank, by name, the largest first.
 
@@ -19,10 +19,10 @@ def tensors_at(
     """
     used = (lives.on_device == device) & (lives.death >= lives.birth)
     live = np.flatnonzero(used & (lives.birth <= instruction) & (instruction <= lives.death) & (lives.bytes > 0))
-    own = len(buffer_names(program)) if names is not None else len(lives.birth)
+    names, own = names or BufferNames(program), len(BufferNames(program))
     added = [
         LiveTensor(
-            name=(names or [])[number],
+            name=names[number],
             buffer_class=lives.class_names[lives.class_of[number]],
             count=1,
             bytes=int(lives.bytes[number]),

@@ -62,7 +62,7 @@ def lived(**changes: Any) -> Lives:
     eager, names = eager_buffers(program, columns, lives, own_loss=False, holds_outputs=False)
     after, names = module_buffers(program, columns, eager, names, decisions)
     assert len(names) == len(after.birth) == len(after.bytes)
-    return Lives(lives, after, names, list(program.ids()))
+    return Lives(lives, after, list(names), list(program.ids()))
 
 
 def added(lives: Lives) -> dict[tuple[str, str, str], int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,7 +61,7 @@ def test_buffers_that_live_all_the_time_are_allocated_once() -> None:
     assert done.segments_allocated == 3
     assert done.segments_freed == 0
     assert [len(i.stops) for i in done.iterations] == [2, 0, 0]
-    assert done.iterations[2].instants == [0, 1, 2, 4]
+    assert done.iterations[2].instants.tolist() == [0, 1, 2, 4]
     assert [b // GIB for b in done.iterations[0].allocated_bytes] == [4, 5, 4, 3]
 
 
@@ -105,7 +106,12 @@ CHAIN = asked(("a", 0, 1, 4), ("b", 1, 2, 4), ("c", 2, 3, 4))
 
 def ahead(done: list[int], work: list[int] | None = None) -> RunAhead:
     """Return a ``RunAhead`` under which stream 3 also uses every buffer of ``CHAIN``."""
-    return RunAhead(streams={0: [3], 1: [3], 2: [3]}, work={3: [0, 1, 2] if work is None else work}, done=done)
+    return behind([0, 1, 2], [0, 1, 2] if work is None else work, done)
+
+
+def behind(marked: list[int], work: list[int], done: list[int]) -> RunAhead:
+    """Return a ``RunAhead`` in which stream 3 uses the ``marked`` buffers."""
+    return RunAhead(marked={3: np.array(marked)}, work={3: np.array(work)}, done=np.array(done))
 
 
 def test_a_host_that_runs_ahead_needs_new_memory() -> None:
@@ -118,7 +124,7 @@ def test_a_host_that_runs_ahead_needs_new_memory() -> None:
 
 
 def test_a_buffer_that_no_other_stream_uses_comes_back_at_once() -> None:
-    alone = RunAhead(streams={1: [3]}, work={3: [1]}, done=[-1, -1, -1])
+    alone = behind([1], [1], [-1, -1, -1])
     assert replay(CHAIN, ahead=alone).reserved_peak_bytes == 8 * GIB
 
 
@@ -138,7 +144,7 @@ def test_at_an_allocation_retry_the_device_catches_up() -> None:
     assert [call.kind for call in stop.calls] == ["synchronize", "free", "free", "malloc"]
     assert stop.seconds == 2 * (10 + 4 * 0.5) + (1 + 4 * 0.25)
     longer = asked(("a", 0, 1, 4), ("b", 1, 2, 4), ("c", 2, 3, 4), ("d", 3, 4, 4))
-    host = RunAhead(streams={n: [3] for n in range(4)}, work={3: [0, 1, 2, 3]}, done=[-1] * 4)
+    host = behind([0, 1, 2, 3], [0, 1, 2, 3], [-1] * 4)
     # All work from before the wait is done; c's own work is not: d gets new memory.
     again = replay(longer, iterations=1, capacity_bytes=10 * GIB, ahead=host)
     assert (again.allocation_retries, again.segments_allocated) == (1, 4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from memo_sim.contract.catalog import load_cluster, load_model
@@ -62,9 +63,9 @@ def test_the_allocator_reserves_more_than_is_allocated_and_requests_fail(monkeyp
 def test_failed_requests_are_those_that_retry() -> None:
     calls = (DeviceCall("synchronize", 0), DeviceCall("free", 6), DeviceCall("malloc", 4))
     step = Iteration(
-        instants=[3, 7],
-        allocated_bytes=[5, 9],
-        reserved_bytes=[12, 12],
+        instants=np.array([3, 7]),
+        allocated_bytes=np.array([5, 9]),
+        reserved_bytes=np.array([12, 12]),
         stops=[
             DeviceStop(3, "a", (DeviceCall("malloc", 2),), 0.5, False),
             DeviceStop(7, "b", calls, 1.5, True),
@@ -75,7 +76,7 @@ def test_failed_requests_are_those_that_retry() -> None:
 
 
 def test_memory_without_retries_is_said_to_have_none() -> None:
-    step = Iteration(instants=[0], allocated_bytes=[8 * GIB], reserved_bytes=[9 * GIB])
+    step = Iteration(np.array([0]), np.array([8 * GIB]), np.array([9 * GIB]))
     assert memo._fragmentation(step, 1.0) == [
         "At the highest peak, 8.0 GiB are allocated and 1.0 GiB more are reserved (MEMO: more than 4 GB).",
         "No allocation retry happens.",

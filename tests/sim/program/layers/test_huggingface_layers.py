@@ -88,4 +88,4 @@ def test_an_eager_framework_adds_nothing_that_the_program_has() -> None:
     (program,) = lower(decisions)
     columns = expand(program)
     eager, names = eager_buffers(program, columns, liveness(program, columns), own_loss=False, holds_outputs=False)
-    assert module_buffers(program, columns, eager, names, decisions)[1] == names
+    assert list(module_buffers(program, columns, eager, names, decisions)[1]) == list(names)
