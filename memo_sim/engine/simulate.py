@@ -87,8 +87,7 @@ def simulate(
         plays=True,
     )
     if not (micro_batches_played or simulation.steady):
-        played = simulation.stages[0].program.micro_batches
-        more = played_again(decisions.layout, decisions.micro_batches, played)
+        more = played_again(decisions.layout, decisions.micro_batches)
         parts = {**simulation.parts, "loop": loop}
         del begun, simulation  # two of them would need twice the memory
         simulation = _again(more, parts)
