@@ -11,12 +11,11 @@ from typing import Any
 import msgspec
 
 from memo_sim.answers import named_values
-from memo_sim.answers.export_plan import LOST_PAGE, MODEL_FILE, PLAN_FILE, search_line
+from memo_sim.answers.export_plan import LOST_PAGE, MODEL_FILE, PLAN_FILE
 from memo_sim.answers.summary import device_memory
 from memo_sim.answers.what_if import row, what_if, without_answer
-from memo_sim.contract.catalog import load_cluster
 from memo_sim.contract.cluster import Cluster
-from memo_sim.contract.errors import BadInput, Infeasible, MemoError, UsageError
+from memo_sim.contract.errors import BadInput, Infeasible, UsageError
 from memo_sim.contract.files import read_regular
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.interchange import ImportedJob, is_command
@@ -29,7 +28,6 @@ from memo_sim.interchange.framework import FALLBACK, Framework, Read, Source
 from memo_sim.interchange.frameworks import find_framework, framework_of
 from memo_sim.interchange.job import Job
 from memo_sim.interchange.memory_fraction import limit_gib, settings_of
-from memo_sim.interchange.model_names import preset_of_shape
 from memo_sim.interchange.unsaid import unsaid
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import play
@@ -38,8 +36,6 @@ MOST_BYTES = 4_000_000
 """A script or configuration has some thousand bytes."""
 COMMAND = "the command"
 """What a command is called in messages, in place of a file."""
-MOST_SEARCHED = 32
-"""Devices up to which pipeline stages are searched too; a job on more keeps its own."""
 ALTERNATIVES = 3
 """Plans that are listed of each search for something better."""
 
@@ -196,19 +192,10 @@ def import_job(
     used = decisions.layout.devices
     if used < cluster.devices:
         assumed.append(f"the job uses {used} of the {cluster.devices} devices of {cluster.name}")
-    kept = Pins(dtype=decisions.dtype)
-    if decisions.layout.pp > 1 and used > MOST_SEARCHED:
-        layout = decisions.layout
-        chunks = layout.virtual_stages if layout.virtual_stages > 1 else None
-        kept = replace(kept, pp=layout.pp, schedule=layout.schedule, virtual_stages=chunks)
-        if search:
-            preset = preset_of_shape(job.model) if _is_named(machine) else ""
-            line = f": {search_line(decisions, system, cluster.name, preset)}" if preset else ""
-            assumed.append(f"what is better has pp {layout.pp} too: to search other stages takes minutes{line}")
     played = play(question, decisions)
     own = row(decisions, played.prediction, system=system)
     memory = device_memory(played, played.prediction, planned_arena=False)
-    better = _better(job, kept, system, machine, progress) if search else []
+    better = _better(job, Pins(dtype=decisions.dtype), system, machine, progress) if search else []
     return msgspec.structs.replace(
         document,
         job=own,
@@ -216,14 +203,6 @@ def import_job(
         better=better,
         assumed=[*document.assumed, *of.own_operators(job), *unsaid(read, of.sayings, decisions), *assumed],
     )
-
-
-def _is_named(machine: tuple[Cluster, Hardware]) -> bool:
-    """Return whether the cluster's name alone gives it: neither it nor its profile is from a file, or corrected."""
-    try:
-        return load_cluster(machine[0].name) == machine
-    except MemoError:
-        return False
 
 
 def question_of_files(

@@ -166,6 +166,18 @@ def test_a_job_is_priced_and_compared(plans: Path, tmp_path: Path) -> None:
     assert any("uses 2 of the 4 devices" in text for text in shown["assumed"])
 
 
+@pytest.mark.slow
+def test_other_stages_are_searched_for_a_large_job_too(tmp_path: Path) -> None:
+    plan, out, cluster = tmp_path / "plan.json", tmp_path / "out", ("--cluster", "h100-8x8")
+    asked = ("--seq-len", "8k", "--global-batch", "64", "--system", "megatron-core", "--tp", "4", "--cp", "1")
+    run("what-if", "llama3-70b", *cluster, *asked, "--pp", "8", "-o", plan)
+    run("export", plan, "--to", "megatron-lm", "-o", out)
+    shown = json.loads(run("import", out / "train.sh", *cluster, "--json"))
+    assert shown["job"]["layout"]["pp"] == 8
+    assert all(answer["best"]["layout"]["pp"] < 8 for answer in shown["better"])
+    assert all(answer["best"]["step_s"] < 0.9 * shown["job"]["step_s"] for answer in shown["better"])
+
+
 def test_a_job_in_a_dtype_without_rates_is_priced_in_another(plans: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     run("export", plans / "core.json", "--to", "megatron-lm", "-o", out)
