@@ -36,10 +36,10 @@ from memo_sim.engine.native_allocator import (
 )
 from memo_sim.memory.device_allocator import DEFAULT, DeviceCall
 from memo_sim.memory.initial_states import Beginning
+from memo_sim.memory.problem import Ints
 from memo_sim.memory.replay import (
     AllocationCosts,
     DeviceStop,
-    Ints,
     Iteration,
     Replay,
     ReplayOutOfMemory,

@@ -9,8 +9,8 @@ a pass to the same pass of a later micro-batch, stands for all micro-batches tha
 Each pipeline stage has its own window, from a backward to the same backward of one or a few micro-batches later; the
 state of the lanes may repeat only after a few. Whether a pipeline is steady is checked, not assumed: every instruction
 of all windows comes the same time after its counterpart one period earlier (``steady``). Then the repetition is exact.
-If not, twice as many micro-batches are played. Stages that drift apart slowly may still not be steady; then the slowest
-stage's window gives an estimate.
+If not, more micro-batches are played (``played_again``). Stages that drift apart slowly may still not be steady; then
+the slowest stage's window gives an estimate.
 
 The period of an interleaved pipeline is long: p micro-batches pass v chunks. Where no two whole periods were played,
 only the last p backwards of a window are compared, and a few more (``RECEIVED_AHEAD``). They are enough: counted in
@@ -44,8 +44,10 @@ RECEIVED_AHEAD = 2
 """Passes after a window whose inputs are received inside it (``program/pipeline/stage_p2p.py``)."""
 
 SETTLED = 15
-"""Micro-batches more that long pipelines play until most allocators' blocks have settled, too. Of fewer stages, fewer:
-Llama 3 405B on 1,024 H100 with Megatron-LM needs 4 to 12 for 16 and 32 stages, short pipelines none (2026-11-29)."""
+"""Extra micro-batches at most that a replayed pipeline plays at first; with p stages, p - 1.
+
+The blocks of PyTorch's allocator begin to repeat later than the lanes. Llama 3 405B on 1,024 H100 with Megatron-LM
+needs 4 to 12 extra ones on 16 and 32 stages (2026-11-29)."""
 
 LENGTHS = (1, 2, 4)
 """Lengths of a window, in periods of the schedule."""
@@ -75,7 +77,7 @@ class Window:
 
 
 def played_at_first(layout: Layout, micro_batches: int, *, replayed: bool = False) -> int:
-    """Return the smallest number of micro-batches that shows the period of a schedule.
+    """Return the number of micro-batches that are likely to show the period of a schedule.
 
     A pipeline must be full, and then run for two periods, or for one and the few passes that are compared. GPipe holds
     all micro-batches at once, so all are played. Where PyTorch's allocator is ``replayed``, its blocks may settle later

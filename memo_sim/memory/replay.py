@@ -24,16 +24,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.units import GIB
 from memo_sim.memory.device_allocator import DEFAULT, Block, DeviceAllocator, DeviceCall, OutOfDeviceMemory
 from memo_sim.memory.device_config import AllocatorConfig
 from memo_sim.memory.initial_states import Beginning
-from memo_sim.memory.problem import Clock
-
-Ints = NDArray[np.int64]
+from memo_sim.memory.problem import Clock, Ints
 
 
 class Names(Protocol):
@@ -111,9 +108,12 @@ class RunAhead:
     """
 
     marked: Mapping[int, Ints]
-    """By stream: the numbers of the buffers that ``record_stream`` marked with it, in order."""
+    """By stream: the numbers of the buffers that ``record_stream`` marked with it, ascending, each once.
+
+    A stream without marked buffers need not be there.
+    """
     work: Mapping[int, Ints]
-    """By stream: the instants of its work, in order."""
+    """By stream of ``marked``: the instants of its work, ascending."""
     done: Ints
     """By the host's instant: the last instant whose work the device has done (-1: none)."""
 
@@ -151,7 +151,10 @@ def _none() -> Ints:
 
 @dataclass(eq=False)
 class Iteration:
-    """One iteration: its device calls, and the highest allocated and reserved bytes at each instant."""
+    """One iteration: its device calls, and the highest allocated and reserved bytes at each instant.
+
+    Iterations are not compared: whether arrays are equal is no single truth value.
+    """
 
     instants: Ints = field(default_factory=_none)
     allocated_bytes: Ints = field(default_factory=_none)

@@ -546,9 +546,7 @@ class CandidateBounds:
         """
         bounds, base = self.of_plans, candidate.base
         if candidate.policy.alpha is not None:
-            of_stage = bounds.of_fullest_stage if base.memory_policy == "planned" else bounds.of_served_stages
-            if base.layout.subsequences > 1:
-                of_stage = bounds.of_last_stage
+            of_stage = bounds.of_last_stage if base.layout.subsequences > 1 else bounds.of_fullest_stage
             return self._with_stage(bound, of_stage(base))
         grid, low, most = self._held(candidate)
         partial = candidate.policy.swaps_some

@@ -54,7 +54,8 @@ class LayerBytes:
 def order_tells(decisions: Decisions) -> bool:
     """Return whether the order of a stage's passes tells what is held (``in_flight_bytes``).
 
-    An eager framework keeps what the program's layers keep, unless its modules are others (``memory/huggingface.py``).
+    An eager framework keeps what the program's layers keep; Hugging Face's modules keep other tensors
+    (``memory/huggingface.py``).
     """
     layout = decisions.layout
     known = layout.pp > 1 and layout.subsequences == 1 and layout.schedule in SCHEDULES

@@ -576,36 +576,14 @@ class LowerBounds:
         """
         if decisions.layout.pp == 1 or not stands_alone(decisions) or decisions.memory_policy != "planned":
             return None
-        return self._most_bytes(decisions, _fullest_stages(decisions), self._alone.device_bytes)
-
-    def _most_bytes(
-        self, decisions: Decisions, stages: Sequence[int], of: Callable[[Decisions, int], StageBytes]
-    ) -> StageBytes:
-        """Return the bytes of the first of some stages that does not fit, or of the one that needs most."""
         if decisions not in self._stage_bytes:
             found = list[StageBytes]()
-            for stage in stages:
-                found.append(of(decisions, stage))
+            for stage in _fullest_stages(decisions):
+                found.append(self._alone.device_bytes(decisions, stage))
                 if found[-1].total > self.device_room_bytes:
                     break
             self._stage_bytes[decisions] = max(found, key=lambda one: one.total)
         return self._stage_bytes[decisions]
-
-    def of_served_stages(self, decisions: Decisions) -> StageBytes | None:
-        """Return a lower bound of a device's bytes which PyTorch's allocator serves; None where none is known.
-
-        The stages of ``of_fullest_stage`` and the last one, with the logits, are replayed, but no more than half of
-        all: a play replays them again. The bytes hold for this plan alone: with other rows swapped, the allocator's
-        segments may be others.
-
-        Raises:
-            Infeasible: when the plan cannot be lowered.
-        """
-        pp = decisions.layout.pp
-        if pp == 1 or not stands_alone(decisions):
-            return None
-        stages = list(dict.fromkeys([*_fullest_stages(decisions), pp - 1]))[: pp // 2]
-        return self._most_bytes(decisions, stages, self._alone.served_bytes)
 
     def of_last_stage(self, decisions: Decisions) -> StageBytes | None:
         """Return the device bytes of a plan's last stage; None where that is no lower bound of what the plan needs.

@@ -43,7 +43,7 @@ from memo_sim.program.ir.instruction import Family, Lane, Template
 from memo_sim.program.ir.program import Program
 from memo_sim.program.layout.schedule import Kind
 from memo_sim.program.layout.shape import shape_of
-from memo_sim.program.layout.stage import Stage, stages_of
+from memo_sim.program.layout.stage import stages_of
 from memo_sim.program.pipeline.shared_instructions import Made
 from memo_sim.program.pipeline.stage_program import stage_program, stage_templates
 from memo_sim.program.pipeline.stage_slices import stage_slices
@@ -235,37 +235,15 @@ class StagesAlone:
         Raises:
             Infeasible: when the plan cannot be lowered.
         """
-        made = cached_templates(decisions, shape_of(decisions))
-        return self._beyond_reserve(self._memory(decisions, stages_of(decisions)[-1], made))
-
-    def served_bytes(self, decisions: Decisions, stage: int) -> StageBytes:
-        """Return the bytes that one stage needs on a device which PyTorch's allocator serves, as the engine replays it.
-
-        Where the allocator fails, these are the room on the device and what is missing.
-
-        Raises:
-            Infeasible: when the plan cannot be lowered.
-        """
-        memory = self._memory(decisions, stages_of(decisions)[stage], self._layers(decisions))
-        found, fault = self._beyond_reserve(memory), memory.fault
-        if fault is None or fault.status != "gpu_oom":
-            return found
-        room_bytes = int(self._hardware.device_memory_bytes.value) - self._reserve_bytes
-        return StageBytes(room_bytes + fault.shortfall_bytes, 0)
-
-    def _memory(self, decisions: Decisions, stage: Stage, made: Made) -> Memory:
-        """Return the memory of a stage, of as many micro-batches as the engine plays at first."""
+        shape, stage = shape_of(decisions), stages_of(decisions)[-1]
         replayed = decisions.memory_policy != "planned"
         played = played_at_first(decisions.layout, decisions.micro_batches, replayed=replayed)
-        program = stage_program(decisions, shape_of(decisions), stage, played, made=made)
-        return memory_of(program, fold(program), decisions, self._hardware, self._cluster)
+        program = stage_program(decisions, shape, stage, played, made=cached_templates(decisions, shape))
+        return self._beyond_reserve(memory_of(program, fold(program), decisions, self._hardware, self._cluster))
 
     def _beyond_reserve(self, memory: Memory) -> StageBytes:
-        return StageBytes(memory.device.bytes, memory.reserve_bytes - self._reserve_bytes)
-
-    @property
-    def _reserve_bytes(self) -> int:
-        return sum(int(quantity.value) for quantity in self._hardware.reserve_bytes.values())
+        reserve_bytes = sum(int(quantity.value) for quantity in self._hardware.reserve_bytes.values())
+        return StageBytes(memory.device.bytes, memory.reserve_bytes - reserve_bytes)
 
     def _of(self, decisions: Decisions, stage: int) -> _Written:
         return self._written.of((decisions, stage), lambda: self._write(decisions, stage))

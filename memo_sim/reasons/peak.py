@@ -19,7 +19,8 @@ def tensors_at(
     """
     used = (lives.on_device == device) & (lives.death >= lives.birth)
     live = np.flatnonzero(used & (lives.birth <= instruction) & (instruction <= lives.death) & (lives.bytes > 0))
-    names, own = names or BufferNames(program), len(BufferNames(program))
+    of_program = BufferNames(program)
+    names, own = names or of_program, len(of_program)
     added = [
         LiveTensor(
             name=names[number],

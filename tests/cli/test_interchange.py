@@ -174,6 +174,7 @@ def test_other_stages_are_searched_for_a_large_job_too(tmp_path: Path) -> None:
     run("export", plan, "--to", "megatron-lm", "-o", out)
     shown = json.loads(run("import", out / "train.sh", *cluster, "--json"))
     assert shown["job"]["layout"]["pp"] == 8
+    assert len(shown["better"]) == 2
     assert all(answer["best"]["layout"]["pp"] < 8 for answer in shown["better"])
     assert all(answer["best"]["step_s"] < 0.9 * shown["job"]["step_s"] for answer in shown["better"])
 

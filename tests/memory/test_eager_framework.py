@@ -334,3 +334,5 @@ def test_names_are_made_when_they_are_asked_for() -> None:
     columns = request_columns(lives, names)
     assert [columns.ids[place] for place in range(len(columns.ids))] == requests.ids
     assert columns.lower.tolist() == requests.lower
+    assert columns.upper.tolist() == requests.upper
+    assert columns.size_bytes.tolist() == requests.size_bytes

@@ -102,6 +102,12 @@ def test_both_replays_are_equal(compiled: Replaying) -> None:
     assert min(seen[each] for each in ("retries", "fits", "fails before the first step", "fails later", "waits")) > 20
 
 
+def test_nothing_waits_for_other_streams(compiled: Replaying) -> None:
+    requests = some_requests(random.Random(3), 20)
+    none = RunAhead(marked={}, work={}, done=np.zeros(21, dtype=np.int64))
+    assert by(compiled, requests, 10**12, none) == by(replay, requests, 10**12, none) == by(replay, requests, 10**12)
+
+
 def test_nothing_is_requested(compiled: Replaying) -> None:
     none = Requests(ids=[], lower=[], upper=[], size_bytes=[])
     assert by(compiled, none, MIB) == by(replay, none, MIB)

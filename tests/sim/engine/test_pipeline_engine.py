@@ -17,7 +17,7 @@ from memo_sim.contract.knobs import Schedule
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.units import GIB, format_bytes
 from memo_sim.engine.memory import memory_of
-from memo_sim.engine.repetition import played_at_first
+from memo_sim.engine.repetition import SETTLED, played_again, played_at_first
 from memo_sim.engine.simulate import Simulation, simulate
 from memo_sim.planning.question import Pins, Question
 from memo_sim.program.analysis.columns import expand
@@ -368,6 +368,16 @@ def test_micro_batches_of_one_period_reserve_as_much_as_the_whole_step(schedule:
     ]
     assert few[0].micro_batches < 32
     assert all(one == all_ for one, all_ in reserved)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble"])
+@pytest.mark.parametrize("pp", [2, 4, 8, 16, 64])
+def test_a_second_try_plays_more_micro_batches_than_the_first(schedule: Schedule, pp: int) -> None:
+    layout = Layout(pp=pp, schedule=schedule, virtual_stages=2 if schedule == "interleaved" else 1)
+    planned, replayed = (played_at_first(layout, 4096, replayed=each) for each in (False, True))
+    assert planned <= replayed < played_again(layout, 4096) < 4096
+    if schedule != "interleaved" and pp >= 8:
+        assert 0 < replayed - planned <= SETTLED
 
 
 def test_a_played_pipeline_keeps_neither_instances_nor_lives_of_buffers() -> None:
