@@ -1,9 +1,9 @@
 """Chooses between a function and its compiled twin: numba's where it is installed and pays, else the plain one.
 
 To load a twin that another process has compiled takes 0.04 s and 46 MiB, to compile it two seconds. So a process begins
-with the plain function. It loads a twin once the plain one has done ``soon`` units of work, if a file holds the twin's
-code. It compiles the twin after ``first`` units, and at once for a call of ``long`` units. Both functions compute the
-same numbers to the last bit.
+with the plain function. It loads a twin before the call with which its work reaches ``soon`` units, if a file holds the
+twin's code. Else it compiles the twin before the call that reaches ``first`` units, and keeps the code for others. Both
+functions compute the same numbers to the last bit.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Loading(Protocol[Loaded_co]):
 class Compiled(Generic[Twin]):
     """A plain function until its compiled twin pays."""
 
-    def __init__(self, plain: Twin, load: Loading[Twin], *, soon: int, first: int, long: int) -> None:
+    def __init__(self, plain: Twin, load: Loading[Twin], *, soon: int, first: int) -> None:
         """``load`` may raise anything; then the plain function stays."""
         self._plain = self._chosen = plain
         self._load = load
-        self._soon, self._first, self._long = soon, first, long
+        self._soon, self._first = soon, first
         self._done = 0
         self._looked = False
         """Whether a file was looked for that holds the twin's code."""
@@ -56,7 +56,7 @@ class Compiled(Generic[Twin]):
         """Return the function for a call of so many units of work, which are counted."""
         self._done += work
         if not self._decided:
-            if self._compiles and (self._done >= self._first or work >= self._long):
+            if self._compiles and self._done >= self._first:
                 self._take(compiles=True)
             elif self._done >= self._soon and not self._looked:
                 self._looked = True

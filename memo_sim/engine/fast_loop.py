@@ -20,11 +20,9 @@ SOON = 20_000
 """Segments that are played in Python before a loop is loaded that is compiled already: about 0.04 s, as long as loading
 takes."""
 
-FIRST = 800_000
-"""Segments that are played in Python before the loop is compiled: about two seconds, as long as compiling takes."""
-
-LONG = 200_000
-"""Segments of a single play that is compiled from the start: Python plays them in about half a second."""
+FIRST = 200_000
+"""Segments that are played in Python before the loop is compiled: about half a second. Compiling takes about two
+seconds, but once: later commands load the loop."""
 
 
 class PythonLoop:
@@ -43,9 +41,7 @@ class FastLoop:
     """A ``player.Loop`` that counts the segments it plays."""
 
     def __init__(self, first: int = FIRST, soon: int = SOON) -> None:
-        self._loop: Compiled[PythonLoop | CompiledLoop] = Compiled(
-            PythonLoop(), _compiled, soon=soon, first=first, long=LONG
-        )
+        self._loop: Compiled[PythonLoop | CompiledLoop] = Compiled(PythonLoop(), _compiled, soon=soon, first=first)
 
     @property
     def compiled(self) -> bool:

@@ -14,11 +14,9 @@ from memo_sim.memory.replay import AllocationCosts, Replay, Requested, RunAhead,
 SOON = 8_000
 """Requests that are replayed in Python before a replay is loaded that is compiled already: about 0.1 s."""
 
-FIRST = 300_000
-"""Requests that are replayed in Python before the replay is compiled: about three seconds, as long as that takes."""
-
-LONG = 120_000
-"""Requests of a single replay that is compiled from the start: Python replays them in about a second."""
+FIRST = 120_000
+"""Requests that are replayed in Python before the replay is compiled: about a second. Compiling takes about three
+seconds, but once: later commands load the replay."""
 
 ITERATIONS = 3
 """Steps that are replayed."""
@@ -49,8 +47,8 @@ def _compiled(*, compiles: bool) -> Replaying:
 class FastReplay:
     """Chooses the replay, and counts what is replayed."""
 
-    def __init__(self, first: int = FIRST, long: int = LONG, soon: int = SOON) -> None:
-        self._replay: Compiled[Replaying] = Compiled(replay, _compiled, soon=soon, first=first, long=long)
+    def __init__(self, first: int = FIRST, soon: int = SOON) -> None:
+        self._replay: Compiled[Replaying] = Compiled(replay, _compiled, soon=soon, first=first)
 
     @property
     def compiled(self) -> bool:

@@ -17,7 +17,7 @@ import pytest
 from memo_sim.contract import codec
 from memo_sim.contract.errors import MemoError
 from memo_sim.contract.plan import Layout, Plan
-from memo_sim.engine import compiled_loop, event_loop, fast_loop, native
+from memo_sim.engine import compiled_loop, event_loop, native
 from memo_sim.engine.event_loop import Clock, Groups, UsedRates
 from memo_sim.engine.fast_loop import FastLoop
 from memo_sim.engine.player import Loop, Part, play_stages
@@ -190,16 +190,15 @@ def test_a_process_that_helps_another_one_loads_the_loop_but_does_not_compile_it
 
     assert plays(helping(soon=1), 1) == [True]
     monkeypatch.setattr(native, "_folders", lambda _: [tmp_path])
-    monkeypatch.setattr(fast_loop, "LONG", 1)
     loop = helping(soon=1, first=1)
     assert plays(loop, 2) == [False, False]
     loop.beside(compiled=True)
     assert loop.compiled
 
 
-def test_the_loop_is_loaded_for_a_single_long_play(compiled: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast_loop, "LONG", 1)
-    assert plays(FastLoop(), 1) == [True]
+def test_the_loop_is_loaded_for_a_single_long_play(compiled: Loop, segments: int) -> None:
+    assert plays(FastLoop(first=segments), 1) == [True]
+    assert plays(FastLoop(first=segments + 1), 1) == [False]
 
 
 def test_without_numba_python_plays_and_a_debug_line_says_so(

@@ -135,7 +135,7 @@ def replays(replaying: FastReplay, times: int) -> list[bool]:
 def test_the_replay_is_loaded_when_enough_was_replayed() -> None:
     assert replays(FastReplay(soon=60), 3) == [False, True, True]
     assert replays(FastReplay(first=60), 3) == [False, True, True]
-    assert replays(FastReplay(long=30), 1) == [True]
+    assert replays(FastReplay(first=30), 1) == [True]
     assert replays(FastReplay(), 1) == [False]
 
 
