@@ -84,7 +84,7 @@ class AllocationCosts:
 
 
 LOOK = 128
-"""Allocations of one instant between two looks at the clock."""
+"""Allocations of a step between two looks at the clock."""
 
 NO_COSTS = AllocationCosts()
 
@@ -268,7 +268,8 @@ class _Streams:
             while waiting and waiting[0] <= done:
                 waiting.popleft()
                 passed += 1
-            self._device.pass_events(stream, passed)
+            if passed:
+                self._device.pass_events(stream, passed)
 
     def catch_up(self, instant: int) -> None:
         """Note that the host has waited for the device at ``instant``, and the allocator has taken all blocks back."""
@@ -306,17 +307,18 @@ class _Player:
         first, last = (np.asarray(each).tolist() for each in (requests.lower, requests.upper))
         end = max(last, default=0)
         self._lasting: list[int] = []
-        self._born: dict[int, list[int]] = {}
-        self._dead: dict[int, list[int]] = {}
+        born: dict[int, list[int]] = {}
+        dead: dict[int, list[int]] = {}
         for number, (lower, upper) in enumerate(zip(first, last, strict=True)):
             if not self.sizes[number]:
                 continue
             if lower == 0 and upper == end:
                 self._lasting.append(number)
             else:
-                self._born.setdefault(lower, []).append(number)
-                self._dead.setdefault(upper, []).append(number)
-        self._instants = sorted(self._born.keys() | self._dead.keys())
+                born.setdefault(lower, []).append(number)
+                dead.setdefault(upper, []).append(number)
+        self._instants = [(at, dead.get(at, ()), born.get(at, ())) for at in sorted(born.keys() | dead.keys())]
+        """Each instant with the numbers of the buffers that are freed there, and of those that are allocated."""
 
     def begin(self, beginning: Beginning) -> ReplayOutOfMemory | None:
         """Allocate the states before the first step, free temporary ones, and return the failed request, or None."""
@@ -358,16 +360,17 @@ class _Player:
     ) -> ReplayOutOfMemory | None:
         device, streams = self.device, self.streams
         instants, allocated_bytes, reserved_bytes = columns
-        for instant in self._instants:
-            for buffer in self._dead.get(instant, ()):
+        count = 0
+        for instant, dead, born in self._instants:
+            for buffer in dead:
                 self._free(buffer, instant)
             allocated, reserved = device.allocated_bytes, device.reserved_bytes
-            born = self._born.get(instant, ())
             if streams and born:
                 streams.reach(instant)
-            for count, buffer in enumerate(born):
+            for buffer in born:
                 if count % LOOK == 0 and self._is_late():
                     return None
+                count += 1
                 if failed := self._malloc(buffer, number, instant, stops):
                     return failed
                 allocated = max(allocated, device.allocated_bytes)
